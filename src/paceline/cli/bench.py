@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``paceline bench``: what the scheduler costs per row, and how fast the simulator is."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+from rich import box
+from rich.table import Table
+
+from paceline.cli.output import STDOUT, CommandError, Json, stdout, write_json
+
+EXAMPLES = """Examples:
+
+  paceline bench scheduler
+  paceline bench scheduler --running 1,12,64,256,1024 --num-speculative-tokens 3 --json -
+  paceline bench sim"""
+
+app = App(name="bench", help_epilogue=EXAMPLES)
+
+
+@app.command
+def scheduler(
+    *,
+    running: Annotated[str, Parameter(help="Running requests, one measurement each.")] = "1,12,64,256,1024",
+    num_speculative_tokens: Annotated[int, Parameter(help="Drafts a request carries into each step.")] = 3,
+    steps: Annotated[int, Parameter(help="Timed steps; the median counts.")] = 150,
+    json: Json = None,
+) -> None:
+    """Time one rank's step without a model: plan, validate, commit, next drafts, outputs; microseconds per row."""
+    from paceline.bench.scheduler import run
+
+    emit(run(parse_counts(running, "--running"), at_least(num_speculative_tokens, 0, "--num-speculative-tokens"),
+             at_least(steps, 1, "--steps")), json)  # fmt: skip
+
+
+@app.command
+def sim(
+    *,
+    scenario: Annotated[str, Parameter(help="A shipped scenario or a YAML file.")] = "kimi_k3_dep16",
+    json: Json = None,
+) -> None:
+    """Time the simulator on one core: busy rank-steps (a rank with at least one row) per second."""
+    from paceline.bench.sim import run
+
+    emit(run(scenario), json)
+
+
+def parse_counts(text: str, option: str) -> list[int]:
+    """Positive integers separated by commas."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise CommandError(f"{option}: must be integers separated by commas, got {text!r}") from None
+    for count in counts:
+        at_least(count, 1, option)
+    return counts
+
+
+def at_least(value: int, least: int, option: str) -> int:
+    if value < least:
+        raise CommandError(f"{option}: must be at least {least}, got {value}")
+    return value
+
+
+def emit(result: dict[str, Any], target: str | None) -> None:
+    """JSON where asked for, and a table unless stdout is taken."""
+    if target is not None:
+        write_json(result, target)
+    if target == STDOUT:
+        return
+    rows = result["rows"]
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(f"{v:,.2f}" if isinstance(v, float) else str(v) for v in row.values()))
+    stdout().print(table)

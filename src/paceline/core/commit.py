@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applying a step's result: checked as a whole, then committed row by row."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from paceline.core import departures as d
+from paceline.core.passes import Pass
+from paceline.core.plan import InvalidResult, Row, StepOutput, StepPlan, StepResult, TransferEvent
+from paceline.core.request import FinishReason, Request, State
+from paceline.core.transfers import apply_event
+
+if TYPE_CHECKING:
+    from paceline.core.scheduler import Scheduler
+
+
+NOTHING: tuple[int, ...] = ()
+RUNNING = State.RUNNING
+
+
+def validate_result(plan: StepPlan, result: StepResult, num_speculative_tokens: int) -> None:
+    """Check every row before any is committed.
+
+    Raises:
+        InvalidResult: wrong step or row count; a sampling row without a token or with more than its drafts allow;
+            accepted tokens that are not the drafts (a placeholder never is); tokens for a row that does not sample; too
+            many or negative next drafts.
+    """
+    rows, sampled, errors = plan.rows, result.sampled, result.errors
+    count = len(rows)
+    if result.step != plan.step:
+        raise InvalidResult(f"result of step {result.step} for step {plan.step}")
+    if len(sampled) != count:
+        raise InvalidResult(f"{len(sampled)} samples for {count} rows")
+    if len(result.next_drafts) not in (0, count):
+        raise InvalidResult(f"{len(result.next_drafts)} next drafts for {count} rows")
+    if errors and not all(0 <= i < count for i in errors):
+        raise InvalidResult(f"errors for rows {sorted(errors)} of {count}")
+    nexts = result.next_drafts or repeat(NOTHING)
+    for row, tokens, drafts in zip(rows, sampled, nexts, strict=False):
+        k = len(tokens)
+        verified = row.drafts
+        if not (
+            (k == 1 or (1 < k <= len(verified) + 1 and tokens[:-1] == verified[: k - 1]))
+            and row.samples
+            and min(tokens) >= 0
+            and len(drafts) <= num_speculative_tokens
+            and (not drafts or min(drafts) >= 0)
+            and not errors
+        ):
+            break
+    else:
+        return
+    for i, (row, tokens, drafts) in enumerate(zip(rows, sampled, nexts, strict=False)):
+        _validate_row(i, row, tokens, drafts, num_speculative_tokens, bool(errors and i in errors))
+
+
+def _validate_row(
+    i: int, row: Row, tokens: tuple[int, ...], drafts: tuple[int, ...], num_speculative_tokens: int, failed: bool
+) -> None:
+    """The rules for one row, one by one, for what the loop above could not pass at a glance."""
+    k, verified = len(tokens), row.drafts
+    if k and failed:
+        raise InvalidResult(f"row {i}: tokens {tokens} beside an error")
+    if k and not row.samples:
+        raise InvalidResult(f"row {i}: tokens {tokens} for a prefill chunk that is not the last")
+    if row.samples and not k and not failed:
+        raise InvalidResult(f"row {i}: no token and no error")
+    if k and (k > len(verified) + 1 or tokens[:-1] != verified[: k - 1] or min(tokens) < 0):
+        raise InvalidResult(f"row {i}: sampled {tokens} with drafts {verified}")
+    if len(drafts) > num_speculative_tokens or (drafts and min(drafts) < 0):
+        raise InvalidResult(f"row {i}: next drafts {drafts} with num_speculative_tokens = {num_speculative_tokens}")
+
+
+def commit_rows(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepOutput]) -> None:
+    """Append what was sampled, take back what was rejected, and end who is done.
+
+    accepted = len(sampled) - 1 and rejected = drafts - accepted: a padded row ends one short of its token
+    count, ready for real drafts.
+    """
+    lengths = s.stats.acceptance.accepted_lengths
+    nexts = result.next_drafts or repeat(NOTHING)
+    emit = outputs.append
+    ended = False
+    drafted = -_uncount_placeholders(s, p, result) if p.padded else 0
+    for request, row, tokens, drafts in zip(p.requests, p.rows, result.sampled, nexts, strict=False):
+        k = len(tokens)
+        if not k or request.state is not RUNNING:
+            continue
+        verified = len(row.drafts)
+        if verified:
+            request.computed -= verified + 1 - k
+            lengths[k - 1] += 1
+            drafted += verified
+        request.output += tokens
+        total = request.num_tokens + k
+        if total < request.max_total and request.stop_ids.isdisjoint(tokens):
+            request.num_tokens = total
+            request.drafts = drafts
+            emit(StepOutput(request.id, tokens))
+        else:
+            ended = _commit_with_stop(s, request, tokens, drafts, outputs) or ended
+    s.stats.acceptance.num_draft_tokens += drafted
+    if ended:
+        s.running = [r for r in s.running if r.state is State.RUNNING]
+
+
+def _uncount_placeholders(s: Scheduler, p: Pass, result: StepResult) -> int:
+    """Take placeholders, and rows that carry nothing else, out of the counts; returns placeholders verified."""
+    placeholders = 0
+    for request, width in p.padded.items():
+        i = p.requests.index(request)
+        tokens = result.sampled[i]
+        if not tokens or request.state is not State.RUNNING:
+            continue
+        placeholders += p.rows[i].n - width
+        if width == 1:
+            s.stats.acceptance.accepted_lengths[len(tokens) - 1] -= 1
+    return placeholders
+
+
+def _commit_with_stop(
+    s: Scheduler, request: Request, tokens: tuple[int, ...], drafts: tuple[int, ...], outputs: list[StepOutput]
+) -> bool:
+    """Check for a stop after each token as if they came one at a time; cut behind the first. True if it ended."""
+    stop_reason: int | None = None
+    for i, token in enumerate(tokens):
+        request.num_tokens += 1
+        if token in request.stop_ids:
+            reason = FinishReason.STOP
+            stop_reason = None if token == request.eos_token_id and not request.params.ignore_eos else token
+        elif request.num_tokens >= request.max_total:
+            reason = FinishReason.LENGTH
+        else:
+            continue
+        cut = len(tokens) - 1 - i
+        if cut:
+            del request.output[-cut:]
+            s.stats.generated_tokens -= cut
+        s.finish(request, reason, outputs, tokens=tokens[: i + 1], stop_reason=stop_reason)
+        return True
+    request.drafts = drafts
+    outputs.append(StepOutput(request.id, tokens))
+    return False
+
+
+def commit_errors(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepOutput]) -> None:
+    """End the requests whose rows failed; whoever read KV that such a row should have written starts over.
+
+    Called before the rows are committed. A failed synchronous load under policy ``recompute`` does not end its
+    request: it computes from the first bad block.
+    """
+    failed_loads = {e.seq: e for e in result.transfers if e.kind == "loaded" and e.error is not None}
+    for i, message in sorted((result.errors or {}).items()):
+        request = p.requests[i]
+        if request.state is not State.RUNNING:
+            continue
+        event = failed_loads.get(request.seq)
+        if event is not None and s.load_failure_policy == "recompute":
+            bad = _rewind(s, request, event)
+        else:
+            s.depart(d.UNSAMPLED_ERROR)
+            before = p.hashed_before(request)
+            bad = s.kv.unhash_from(request, request.hashed if before is None else before)
+            s.running.remove(request)
+            s.finish(request, FinishReason.ERROR, outputs, error=message)
+        _spread(s, set(bad), request)
+
+
+def _rewind(s: Scheduler, request: Request, event: TransferEvent) -> list[int]:
+    """Computed falls to the first bad block; the request goes on as a prefill. Returns blocks not to be trusted."""
+    s.stats.load_failures += 1
+    bad = [i for t in request.tables for i, b in enumerate(t) if b in event.failed_blocks]
+    first = min(bad, default=0)
+    blocks = s.kv.unhash_from(request, first)
+    request.computed = min(request.computed, first * s.kv.block_size)
+    request.drafts = ()
+    s.partial[request] = None
+    return blocks
+
+
+def _spread(s: Scheduler, bad: set[int], source: Request) -> None:
+    """Sharers of blocks that hold no valid KV: running ones start over, loading ones trust less of their load."""
+    if not bad:
+        return
+    for request in [r for r in (*s.running, *s.holding) if r is not source]:
+        hits = [i for t in request.tables for i, b in enumerate(t) if b in bad]
+        if not hits:
+            continue
+        if request.state is State.RUNNING:
+            s.kv.unhash_from(request, min(hits))
+            s.running.remove(request)
+            s.reset(request)
+            s.waiting.put_back(request)
+        elif request.loading is not None:
+            request.bad_from = min(hits) if request.bad_from < 0 else min(request.bad_from, min(hits))
+        else:
+            request.computed = min(request.computed, min(hits) * s.kv.block_size)
+            s.kv.unhash_from(request, min(hits))
+
+
+def commit_transfers(s: Scheduler, result: StepResult, outputs: list[StepOutput]) -> None:
+    """Apply the transfer events of a step, after its rows; failed synchronous loads were errors of their rows."""
+    for event in result.transfers:
+        request = s.by_seq.get(event.seq)
+        if event.kind == "loaded" and event.error is not None and request is not None and request.loading is None:
+            continue
+        apply_event(s, event, outputs)

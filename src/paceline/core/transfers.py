@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side of KV transfers: arrivals, failures, deadlines, and blocks that must not be touched yet.
+
+Who may free a block of a transfer? While it loads: nobody, an abort only marks it. At its end: the
+request, if it still lives, else this module, once. Past its deadline: nobody, until the transport confirms.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paceline.core import departures as d
+from paceline.core.plan import StepOutput, TransferEvent
+from paceline.core.request import FinishReason, Request, State
+
+if TYPE_CHECKING:
+    from paceline.core.scheduler import Scheduler
+
+Name = tuple[int, int]
+"""(sequence, generation): what a transfer is called."""
+
+
+class HeldBlocks(msgspec.Struct):
+    """Block tables that no request answers for any more, and how many transfers must end before they are free."""
+
+    tables: list[list[int]]
+    transfers: int
+
+
+class Transfers:
+    """Blocks held for transfers whose request has gone, by transfer name.
+
+    ``held``: an aborted load, or a finished request that a connector still reads. ``quarantined``: a load that was
+    given up without its transport confirming that it will not touch the blocks any more.
+    """
+
+    __slots__ = ("held", "quarantined")
+
+    def __init__(self) -> None:
+        self.held: dict[Name, HeldBlocks] = {}
+        self.quarantined: dict[Name, HeldBlocks] = {}
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        return sum(len(t) for h in self.quarantined.values() for t in h.tables)
+
+    def tables(self) -> list[list[int]]:
+        """Every table held here (for owner counts)."""
+        return [t for group in (self.held, self.quarantined) for h in group.values() for t in h.tables]
+
+
+def hold_blocks(s: Scheduler, request: Request, transfers: int) -> None:
+    """Keep a finished request's blocks until its ``transfers`` have ended."""
+    s.transfers.held[request.seq, request.generation] = HeldBlocks(request.tables, transfers)
+    s.kv.clear(request)
+
+
+def apply_event(s: Scheduler, event: TransferEvent, outputs: list[StepOutput]) -> None:
+    """The end of a transfer, exactly once: a repeated, late or unknown one is counted and frees nothing twice."""
+    name = (event.seq, event.generation)
+    for store in (s.transfers.held, s.transfers.quarantined):
+        if name in store:
+            store[name].transfers -= 1
+            if not store[name].transfers:
+                s.kv.release_tables(store.pop(name).tables)
+            return
+    request = s.by_seq.get(event.seq)
+    loading = request.loading if request is not None else None
+    if request is None or event.generation != request.generation:
+        s.stats.late_transfers += 1
+    elif event.kind == "saved":
+        if request.fences:
+            request.fences -= 1
+        else:
+            s.stats.late_transfers += 1
+    elif loading is None or loading.arrived is not None:
+        s.stats.late_transfers += 1
+    elif event.error is None:
+        loading.arrived = loading.tokens if event.tokens < 0 else min(event.tokens, loading.tokens)
+    else:
+        _fail_load(s, request, event, outputs)
+
+
+def _fail_load(s: Scheduler, request: Request, event: TransferEvent, outputs: list[StepOutput]) -> None:
+    """The load ended without all of its tokens: the request ends in error, or computes from the first bad block."""
+    s.stats.load_failures += 1
+    loading = request.loading
+    assert loading is not None
+    loading.arrived = 0
+    if s.load_failure_policy == "fail":
+        s.finish(request, FinishReason.ERROR, outputs, error=f"KV load failed: {event.error}")
+        return
+    request.ask = False
+    loading.arrived = min(loading.tokens, first_bad_block(s, request, event) * s.kv.block_size)
+
+
+def first_bad_block(s: Scheduler, request: Request, event: TransferEvent) -> int:
+    """Index of the first block without valid KV; with no block named, the first beyond the local hit."""
+    loading = request.loading
+    local = loading.local_tokens if loading is not None else 0
+    if not event.failed_blocks:
+        return local // s.kv.block_size
+    bad = [i for t in request.tables for i, b in enumerate(t) if b in event.failed_blocks]
+    return min(bad, default=len(request.tables[0]))
+
+
+def end_load(s: Scheduler, request: Request) -> bool:
+    """Promote a loading request whose load has ended: what arrived is computed, and can be hit by others.
+
+    The last token is always computed here, so that there is something to sample from.
+    """
+    loading = request.loading
+    assert loading is not None
+    if loading.arrived is None:
+        return False
+    tokens = loading.arrived
+    if request.bad_from >= 0:
+        tokens = min(tokens, request.bad_from * s.kv.block_size)
+        request.bad_from = -1
+    request.loading = None
+    request.state = State.PREEMPTED if request.num_preemptions else State.WAITING
+    if tokens:
+        s.kv.hash_planned(request, tokens)
+        request.computed = min(tokens, request.num_tokens - 1)
+    elif loading.tokens:
+        s.kv.release(request)
+        request.computed = 0
+        s.partial.pop(request, None)
+    return True
+
+
+def give_up_overdue(s: Scheduler, now: float, outputs: list[StepOutput]) -> None:
+    """Past its deadline a load has failed; its blocks are quarantined until the transport confirms."""
+    for request in [r for r in s.holding if r.loading is not None]:
+        loading = request.loading
+        if loading is None or loading.arrived is not None or now < loading.deadline:
+            continue
+        s.depart(d.LOAD_DEADLINE)
+        s.stats.load_failures += 1
+        s.transfers.quarantined[request.seq, request.generation] = HeldBlocks(request.tables, 1)
+        s.kv.clear(request)
+        request.loading = None
+        request.computed = 0
+        request.generation += 1
+        s.partial.pop(request, None)
+        request.state = State.PREEMPTED if request.num_preemptions else State.WAITING
+        request.ask = False
+        if s.load_failure_policy == "fail" or not s.fits_alone(request):
+            s.finish(request, FinishReason.ERROR, outputs, error="KV load did not end before its deadline")
+        else:
+            s.holding.remove(request)
+            s.waiting.put_back(request)

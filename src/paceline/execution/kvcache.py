@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paged KV cache: one tensor a layer, and the indices by which tokens and blocks are found in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.models.spec import LlamaConfig
+
+Array = np.ndarray
+
+
+class KVCache:
+    """Keys and values of all layers, each layer [num_blocks, 2, kv_heads, block_size, head_dim].
+
+    A block is contiguous, its keys before its values, so that it can be moved as one piece. Within it a head's
+    tokens are contiguous, so that one gather yields what a batched product over heads reads. All slots
+    start at zero: a masked slot has weight 0, and 0 times a number that is not finite would not be 0.
+    """
+
+    def __init__(self, config: LlamaConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
+        self.layers = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
+        self._slots = [layer.view(-1, config.head_dim) for layer in self.layers]
+        self._pieces = [layer.view(-1, block_size * config.head_dim) for layer in self.layers]
+        # Offsets of the heads' keys and values within a block, in slots and in pieces (one head of one block).
+        heads = np.arange(2 * self.kv_heads, dtype=np.int64).reshape(2, self.kv_heads)
+        self._head_slots = heads * block_size
+        self._head_pieces = heads
+
+    @staticmethod
+    def block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one block over all layers."""
+        elements = config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim
+        return elements * dtype.itemsize
+
+    def slot_index(self, blocks: Array, offsets: Array) -> tuple[Tensor, Tensor]:
+        """Where `write` puts the keys and the values of tokens, given each token's block and offset within it."""
+        first = blocks * (2 * self.kv_heads * self.block_size) + offsets
+        index = torch.from_numpy(first[None, :, None] + self._head_slots[:, None, :]).view(2, -1)
+        return index[0], index[1]
+
+    def write(self, layer: int, index: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
+        """Store ``k`` and ``v`` [tokens, kv_heads, head_dim] at the slots of ``index``."""
+        slots = self._slots[layer]
+        slots.index_copy_(0, index[0], k.reshape(-1, self.head_dim))
+        slots.index_copy_(0, index[1], v.reshape(-1, self.head_dim))
+
+    def block_index(self, tables: Array) -> Tensor:
+        """Where `read` finds the blocks of ``tables`` [rows, blocks]."""
+        pieces = tables[None, :, None, :] * (2 * self.kv_heads) + self._head_pieces[:, None, :, None]
+        return torch.from_numpy(pieces.reshape(-1))
+
+    def read(self, layer: int, index: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [batch, tokens, head_dim] of gathered blocks, ``batch`` = rows * kv_heads."""
+        kv = self._pieces[layer].index_select(0, index).view(2, batch, -1, self.head_dim)
+        return kv[0], kv[1]
+
+    def clear(self, index: tuple[Tensor, Tensor]) -> None:
+        """Zero the slots of ``index`` in all layers."""
+        for slots in self._slots:
+            for part in index:
+                slots.index_fill_(0, part, 0.0)

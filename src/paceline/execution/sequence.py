@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an executor remembers of a sequence between steps: its tokens, its blocks, its seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.core.plan import BlockUpdate, NewSequence
+from paceline.execution.kvcache import Array
+from paceline.execution.sampler import derived_seed
+
+
+class PlanMismatch(RuntimeError):
+    """A plan contradicts what the executor knows of its sequences: a fault of the scheduler."""
+
+
+class SequenceState:
+    """Tokens (prompt, then what was sampled) and block table, in arrays that grow by doubling.
+
+    The executor keeps its own copy of the tokens, so that a sequence that was preempted is computed again without
+    anything but positions crossing the seam.
+    """
+
+    __slots__ = ("_blocks", "_num_blocks", "_num_tokens", "_tokens", "num_prompt", "seed", "seq", "temperature")
+
+    def __init__(self, new: NewSequence, executor_seed: int) -> None:
+        self.seq = new.seq
+        self.num_prompt = new.source.length
+        self.temperature = new.params.temperature
+        seed = new.params.seed
+        self.seed = derived_seed(executor_seed, new.seq) if seed is None else seed
+        self._tokens = np.array(new.source.tokens(0, self.num_prompt), dtype=np.int64)
+        self._num_tokens = self.num_prompt
+        self._blocks = np.empty(0, dtype=np.int64)
+        self._num_blocks = 0
+
+    @property
+    def tokens(self) -> Array:
+        """All known tokens, int64; a view."""
+        return self._tokens[: self._num_tokens]
+
+    @property
+    def num_output(self) -> int:
+        return self._num_tokens - self.num_prompt
+
+    @property
+    def table(self) -> Array:
+        """The block table, int64; a view."""
+        return self._blocks[: self._num_blocks]
+
+    def append(self, tokens: Sequence[int]) -> None:
+        self._tokens = _appended(self._tokens, self._num_tokens, tokens)
+        self._num_tokens += len(tokens)
+
+    def update_blocks(self, update: BlockUpdate) -> None:
+        if update.replace:
+            self._num_blocks = 0
+        self._blocks = _appended(self._blocks, self._num_blocks, update.blocks)
+        self._num_blocks += len(update.blocks)
+
+    def inputs(self, start: int, n: int, drafts: Sequence[int], samples: bool, block_size: int) -> Array:
+        """Ids at positions [start, start + n): known tokens, then drafts, a placeholder among them as id 0.
+
+        A row that samples reaches the last known token: what stands behind it here was sampled but never committed
+        (the scheduler made the sequence start over in that very step) and is forgotten.
+
+        Raises:
+            PlanMismatch: the positions are not known, or no blocks were assigned to them.
+        """
+        known_end = start + n - len(drafts)
+        if not start < known_end <= self._num_tokens:
+            raise PlanMismatch(f"sequence {self.seq}: positions [{start}, {known_end}) of {self._num_tokens} tokens")
+        if start + n > self._num_blocks * block_size:
+            raise PlanMismatch(
+                f"sequence {self.seq}: positions up to {start + n} in {self._num_blocks} blocks of {block_size} tokens"
+            )
+        if samples:
+            self._num_tokens = known_end
+        known = self._tokens[start:known_end]
+        if not drafts:
+            return known
+        # What a placeholder computes is never used: it is rejected, and its position is written again.
+        return np.concatenate((known, np.maximum(np.array(drafts, dtype=np.int64), 0)))
+
+
+def _appended(array: Array, used: int, values: Sequence[int]) -> Array:
+    """``array`` with ``values`` after its first ``used`` entries, reallocated if they do not fit."""
+    needed = used + len(values)
+    if needed > len(array):
+        grown = np.empty(max(needed, 2 * len(array), 16), dtype=np.int64)
+        grown[:used] = array[:used]
+        array = grown
+    array[used:needed] = values
+    return array

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Llama family: RMS norm, rotary positions, grouped-query attention, gated SiLU.
+
+The model knows nothing of requests or blocks. It is given a flat batch of tokens with their positions, and an
+`Attend` that keeps each layer's keys and values and attends to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.models.spec import LlamaConfig, RopeScaling, UnsupportedModel
+
+GetTensor = Callable[[str], Tensor]
+"""Name of a weight in Hugging Face's convention -> its tensor, in the dtype to run in."""
+
+SMALL_BATCH = 16
+"""Rows up to which the transposed product below is the faster one in float32 (measured on two x86-64 cores)."""
+
+
+class Attend(Protocol):
+    """Keeps the keys and values of ``layer`` for all tokens of the step, then attends to them.
+
+    Shapes: ``q`` [tokens, heads, head_dim], ``k`` and ``v`` [tokens, kv_heads, head_dim], result
+    [tokens, heads * head_dim].
+    """
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaLayer:
+    """Weights of one decoder layer: ``qkv`` and ``gate_up`` are stacked by rows, each used in one product."""
+
+    attn_norm: Tensor
+    qkv: Tensor
+    o: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> Tensor:
+    """Rotary angle per position for each of the head_dim / 2 pairs, float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    freqs = 1.0 / (theta**exponents)
+    if scaling is None:
+        return freqs
+    if scaling.kind == "linear":
+        return freqs / scaling.factor
+    if scaling.kind == "factors":
+        return freqs / torch.tensor(scaling.factors, dtype=torch.float32)
+    turns = scaling.original_max_position * freqs / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return freqs * (keep + (1.0 - keep) / scaling.factor)
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """``x`` [rows, in] times ``weight`` [out, in] transposed: [rows, out].
+
+    Few rows in float32 on a CPU take the product as weight x x^T: the BLAS library then shares the rows of the
+    weight among threads and reads each once, two to three times as fast as its path for few rows. One row is
+    doubled, because a matrix times a vector runs on a single thread.
+    """
+    rows = x.shape[0]
+    if rows > SMALL_BATCH or x.dtype != torch.float32 or x.device.type != "cpu":
+        return F.linear(x, weight)
+    if rows == 1:
+        return torch.mm(weight, x.repeat(2, 1).t())[:, :1].t()
+    return torch.mm(weight, x.t()).t()
+
+
+class _Checked:
+    """A source of weights that compares each shape with the one the configuration asks for."""
+
+    def __init__(self, get: GetTensor) -> None:
+        self._get = get
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        tensor = self._get(name)
+        if tuple(tensor.shape) != shape:
+            raise UnsupportedModel(f"{name}: the configuration asks for shape {shape}, found {tuple(tensor.shape)}")
+        return tensor.contiguous()
+
+
+def _layer(c: LlamaConfig, take: _Checked, prefix: str) -> LlamaLayer:
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    attn, mlp = prefix + "self_attn.", prefix + "mlp."
+    qkv = [
+        take(attn + "q_proj.weight", q, c.hidden_size),
+        take(attn + "k_proj.weight", kv, c.hidden_size),
+        take(attn + "v_proj.weight", kv, c.hidden_size),
+    ]
+    gate_up = [take(mlp + f"{name}_proj.weight", c.intermediate_size, c.hidden_size) for name in ("gate", "up")]
+    return LlamaLayer(
+        attn_norm=take(prefix + "input_layernorm.weight", c.hidden_size),
+        qkv=torch.cat(qkv),
+        o=take(attn + "o_proj.weight", c.hidden_size, q),
+        mlp_norm=take(prefix + "post_attention_layernorm.weight", c.hidden_size),
+        gate_up=torch.cat(gate_up),
+        down=take(mlp + "down_proj.weight", c.hidden_size, c.intermediate_size),
+    )
+
+
+class Llama:
+    """A decoder whose weights are plain tensors; all methods run under ``torch.inference_mode``."""
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, get: GetTensor) -> None:
+        """Take every weight from ``get``.
+
+        Raises:
+            UnsupportedModel: a weight's shape contradicts the configuration.
+        """
+        self.config = config
+        self.dtype = dtype
+        take = _Checked(get)
+        vocabulary = (config.vocab_size, config.hidden_size)
+        self.embedding = take("model.embed_tokens.weight", *vocabulary)
+        self.layers = [_layer(config, take, f"model.layers.{i}.") for i in range(config.num_layers)]
+        self.final_norm = take("model.norm.weight", config.hidden_size)
+        self.head = self.embedding if config.tie_word_embeddings else take("lm_head.weight", *vocabulary)
+        self._rotary = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [tokens, 1, head_dim] for `_rotate`; the sines carry the sign of each half."""
+        angles = positions.to(torch.float32)[:, None] * self._rotary
+        cos, sin = angles.cos(), angles.sin()
+        return (
+            torch.cat((cos, cos), -1)[:, None].to(self.dtype),
+            torch.cat((-sin, sin), -1)[:, None].to(self.dtype),
+        )
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [tokens, hidden_size] after the final norm.
+
+        ``tokens`` and ``positions`` are int64 [tokens]; every id must lie in [0, vocab_size).
+        """
+        c = self.config
+        size, eps = (c.hidden_size,), c.rms_norm_eps
+        rotated = c.num_heads + c.num_kv_heads
+        cos, sin = self._rotation(positions)
+        x = F.embedding(tokens, self.embedding)
+        for i, layer in enumerate(self.layers):
+            h = F.rms_norm(x, size, layer.attn_norm, eps)
+            qkv = project(h, layer.qkv).view(-1, rotated + c.num_kv_heads, c.head_dim)
+            qk = _rotate(qkv[:, :rotated], cos, sin)
+            out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], qkv[:, rotated:])
+            x = x + project(out, layer.o)
+            h = F.rms_norm(x, size, layer.mlp_norm, eps)
+            gate, up = project(h, layer.gate_up).split(c.intermediate_size, -1)
+            x = x + project(F.silu(gate) * up, layer.down)
+        return F.rms_norm(x, size, self.final_norm, eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [rows, vocab_size], float32, of hidden states [rows, hidden_size]."""
+        return project(hidden, self.head).float()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in half-split order: pair i is (x[i], x[i + head_dim / 2])."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint turns into, whatever the format of its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from paceline.models.llama import Llama
+    from paceline.models.tokenizer import Tokenizer
+
+DType = Literal["auto", "float32", "bfloat16"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class UnsupportedModel(ValueError):
+    """A checkpoint that this engine cannot run; the message names what it cannot do and where that is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for long contexts.
+
+    ``linear`` divides all frequencies by ``factor``. ``llama3`` divides those whose wavelength exceeds
+    ``original_max_position / low_freq_factor``, keeps those below ``original_max_position / high_freq_factor``
+    and blends between (Llama 3.1). ``factors`` divides each frequency by its own number (GGUF stores the llama3
+    rule so); ``factors`` then has head_dim / 2 entries.
+    """
+
+    kind: Literal["linear", "llama3", "factors"]
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """Shape of a Llama-family decoder; names follow Hugging Face's configuration.
+
+    ``max_position`` is the context length in tokens that the model was made for.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position: int
+    tie_word_embeddings: bool
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise UnsupportedModel(
+                f"num_attention_heads = {self.num_heads} is no multiple of num_key_value_heads = {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise UnsupportedModel(f"head_dim = {self.head_dim}: rotary embedding needs an even number")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run. ``eos_token_ids``: the first ends a request by default, further ones do so too."""
+
+    name: str
+    model: Llama
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+
+
+def resolve_dtype(wanted: str, stored: torch.dtype) -> torch.dtype:
+    """The dtype of weights and KV cache.
+
+    ``auto`` takes the stored dtype where it is float32 or bfloat16; float16 becomes bfloat16; quantised weights
+    (stored as integers) become float32, which holds every dequantised value.
+
+    Raises:
+        ValueError: ``wanted`` is another dtype.
+    """
+    if wanted == "auto":
+        if stored == torch.float16:
+            return torch.bfloat16
+        return stored if stored in _DTYPES.values() else torch.float32
+    if wanted not in _DTYPES:
+        raise ValueError(f"dtype: must be auto, {' or '.join(_DTYPES)}, got {wanted!r}")
+    return _DTYPES[wanted]

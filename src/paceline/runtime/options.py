@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the options that users of an engine write to the frozen configuration that its scheduler reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from paceline.core.config import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    Policy,
+    SchedulerConfig,
+    SpeculationConfig,
+    require,
+    require_int,
+)
+from paceline.execution.kvcache import KVCache
+from paceline.models.spec import LlamaConfig
+
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+"""Memory for the KV cache when nothing is said, or what one request of full length needs if that is more."""
+
+_KEYS = sorted(f.name for f in fields(SpeculationConfig) if f.name not in ("lookahead", "draft_slots"))
+
+
+def speculation_config(given: Mapping[str, Any] | None) -> SpeculationConfig:
+    """Read ``speculative_config``: vLLM's keys, and ``pad_resumed``.
+
+    Of ``prompt_lookup_min`` and ``prompt_lookup_max``, one alone stands for both.
+
+    Raises:
+        ConfigError: an unknown key, a value out of range, or a method without a drafter.
+    """
+    if given is None:
+        return SpeculationConfig()
+    for key in given:
+        require(key in _KEYS, f"speculative_config.{key}", f"unknown key; known are {', '.join(_KEYS)}")
+    values = dict(given)
+    method = values.get("method")
+    require(method == "ngram", "speculative_config.method", f"{method!r} is not supported; the only method is 'ngram'")
+    require(values.get("model") is None, "speculative_config.model", "method 'ngram' has no model")
+    lookups = [values[key] for key in ("prompt_lookup_min", "prompt_lookup_max") if key in values]
+    if len(lookups) == 1:
+        values["prompt_lookup_min"] = values["prompt_lookup_max"] = lookups[0]
+    if values.get("synthetic_acceptance_rates") is not None:
+        values["synthetic_acceptance_rates"] = tuple(values["synthetic_acceptance_rates"])
+    return SpeculationConfig(**values)
+
+
+def engine_config(
+    model: LlamaConfig,
+    dtype: torch.dtype,
+    *,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    long_prefill_token_threshold: int,
+    scheduling_policy: Policy,
+    block_size: int,
+    num_gpu_blocks_override: int | None,
+    kv_cache_memory_bytes: int | None,
+    enable_prefix_caching: bool,
+    speculation: SpeculationConfig,
+) -> EngineConfig:
+    """The configuration of one rank that runs ``model``, with its KV pool sized in blocks.
+
+    Raises:
+        ConfigError: a value that cannot be honoured.
+    """
+    length = model.max_position if max_model_len is None else max_model_len
+    require(
+        length <= model.max_position,
+        "max_model_len",
+        f"the model's context is {model.max_position} tokens, got {length}",
+    )
+    require_int(block_size, 1, "block_size")
+    least = length + speculation.width + speculation.lookahead_tokens
+    return EngineConfig(
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=length,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            policy=scheduling_policy,
+        ),
+        cache=CacheConfig(
+            num_blocks=_num_blocks(
+                1 + -(-least // block_size),
+                KVCache.block_bytes(model, block_size, dtype),
+                num_gpu_blocks_override,
+                kv_cache_memory_bytes,
+            ),
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+        ),
+        speculation=speculation,
+    )
+
+
+def _num_blocks(least: int, block_bytes: int, override: int | None, memory_bytes: int | None) -> int:
+    """Blocks of the pool, the null block included; ``least`` hold one request of full length."""
+    if override is not None:
+        if memory_bytes is not None:
+            raise ConfigError("kv_cache_memory_bytes", "give either this or num_gpu_blocks_override")
+        return override
+    if memory_bytes is None:
+        return max(least, DEFAULT_KV_CACHE_BYTES // block_bytes)
+    require_int(memory_bytes, 1, "kv_cache_memory_bytes")
+    require(
+        memory_bytes >= least * block_bytes,
+        "kv_cache_memory_bytes",
+        f"one request of max_model_len tokens needs {least * block_bytes}; raise this or lower max_model_len",
+    )
+    return memory_bytes // block_bytes
