@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = "engine,test"
+EXTRAS = "engine,serve,test"
 NETWORK = ("connection", "name resolution", "Name or service not known", "timed out", "ProxyError", "SSLError")
 """What pip's log says where the index cannot be reached; it then goes on to report that no version was found."""
 SHOWN_LOG_LINES = 15

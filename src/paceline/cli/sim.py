@@ -135,7 +135,10 @@ def compare(
     raw = apply_sets(load_raw(scenario), sets)
     varied = parse_settings(vary, "--vary")
     swept = None if sweep is None else parse_settings(sweep, "--sweep")
-    warn(scenario_from(raw))
+    base = scenario_from(raw)
+    warn(base)
+    if sets and base.observed is not None:
+        stderr().print("note: the observed values belong to the scenario without --set", soft_wrap=True)
     cores = usable_cores() if jobs is None else jobs
     try:
         with progress_bar("simulating") as progress:

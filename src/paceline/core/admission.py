@@ -65,9 +65,7 @@ def _consider(s: Scheduler, p: Pass, request: Request, running_rows: int) -> Out
         if not request.computed:
             s.depart(d.RESOLVED_STATE)
         return _admit(s, p, request, None, request.computed, 0, running_rows)
-    hit = s.kv.lookup(request)
-    if s.drops_last_hit and hit.tokens:
-        hit = Hit(hit.tokens - s.kv.block_size, tuple(table[:-1] for table in hit.tables))
+    hit = s.kv.lookup(request, drop_last=s.drops_last_hit)
     external, is_async = _ask_connector(s, request, hit.tokens, p.now)
     if external is None:
         return Outcome.ASIDE
@@ -82,6 +80,9 @@ def _ask_connector(s: Scheduler, request: Request, local: int, now: float) -> tu
         return 0, False
     external, is_async = s.connector.get_num_new_matched_tokens(request, local)
     if external is not None:
+        request.first_asked = None
+        if s.kv.has_recurrent:  # there is no going back from the state behind the last token to the one before it
+            external = max(0, min(external, request.num_tokens - 1 - local))
         if external and request.num_preemptions and s.refills:
             s.depart(d.REFILL)
         return external, is_async
@@ -103,15 +104,15 @@ def _start_load(s: Scheduler, p: Pass, request: Request, hit: Hit, external: int
     needed = s.kv.needed(request, slots, hit) + _promised(s)
     first_step = s.kv.blocks_for(s.width + s.lookahead) * len(s.kv.groups) if s.K else 0
     if needed + first_step > free:
-        if needed > free or s.running or s.holding:
+        if needed > free or s.running or any(r.tables for r in s.holding):
             return Outcome.END
         s.depart(d.LOAD_RESERVE)
     s.kv.admit(request, hit)
-    s.kv.grow(request, slots, None)
+    s.kv.grow(request, slots, None, states_from=slots)
     _tell_connector(s, request, external)
     request.state = State.LOADING
     request.computed = hit.tokens
-    request.loading = Loading(hit.tokens + external, hit.tokens, p.now + s.transfer_deadline_s)
+    request.loading = Loading(hit.tokens + external, p.now + s.transfer_deadline_s)
     s.partial[request] = None
     s.count_hit(request, hit.tokens, external)
     return Outcome.LOADING
@@ -156,7 +157,8 @@ def _admit(
     if hit is not None:
         s.kv.admit(request, hit)
         s.count_hit(request, hit.tokens, external)
-    s.kv.grow(request, slots, None)
+        s.kv.grow(request, resolved, None, states_from=max(1, resolved))
+    s.kv.grow(request, slots, None, states_from=resolved + n if known > 1 else 1)
     _tell_connector(s, request, external)
     _join(s, p, request, resolved)
     if known > 1:

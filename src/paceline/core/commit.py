@@ -10,7 +10,7 @@ from paceline.core import departures as d
 from paceline.core.passes import Pass
 from paceline.core.plan import InvalidResult, Row, StepOutput, StepPlan, StepResult, TransferEvent
 from paceline.core.request import FinishReason, Request, State
-from paceline.core.transfers import apply_event
+from paceline.core.transfers import apply_event, first_bad_block, give_back
 
 if TYPE_CHECKING:
     from paceline.core.scheduler import Scheduler
@@ -87,7 +87,10 @@ def commit_rows(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepOut
     drafted = -_uncount_placeholders(s, p, result) if p.padded else 0
     for request, row, tokens, drafts in zip(p.requests, p.rows, result.sampled, nexts, strict=False):
         k = len(tokens)
-        if not k or request.state is not RUNNING:
+        if not k:
+            continue
+        if request.state is not RUNNING:  # started over because of somebody else's failed row
+            s.stats.generated_tokens -= k
             continue
         verified = len(row.drafts)
         if verified:
@@ -162,6 +165,7 @@ def commit_errors(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepO
             bad = _rewind(s, request, event)
         else:
             s.depart(d.UNSAMPLED_ERROR)
+            s.stats.load_failures += event is not None
             before = p.hashed_before(request)
             bad = s.kv.unhash_from(request, request.hashed if before is None else before)
             s.running.remove(request)
@@ -172,39 +176,49 @@ def commit_errors(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepO
 def _rewind(s: Scheduler, request: Request, event: TransferEvent) -> list[int]:
     """Computed falls to the first bad block; the request goes on as a prefill. Returns blocks not to be trusted."""
     s.stats.load_failures += 1
-    bad = [i for t in request.tables for i, b in enumerate(t) if b in event.failed_blocks]
-    first = min(bad, default=0)
+    request.ask = False
+    first = first_bad_block(s, request, event)
     blocks = s.kv.unhash_from(request, first)
+    if not s.kv.can_rewind:
+        _start_over(s, request)
+        return blocks
     request.computed = min(request.computed, first * s.kv.block_size)
     request.drafts = ()
     s.partial[request] = None
     return blocks
 
 
+def _start_over(s: Scheduler, request: Request) -> None:
+    """Back to the queue; what was computed is not to be trusted."""
+    s.running.remove(request)
+    s.reset(request)
+    s.waiting.put_back(request)
+
+
 def _spread(s: Scheduler, bad: set[int], source: Request) -> None:
     """Sharers of blocks that hold no valid KV: running ones start over, loading ones trust less of their load."""
     if not bad:
         return
-    for request in [r for r in (*s.running, *s.holding) if r is not source]:
+    for request in [r for r in (*reversed(s.running), *s.holding) if r is not source]:
         hits = [i for t in request.tables for i, b in enumerate(t) if b in bad]
         if not hits:
             continue
         if request.state is State.RUNNING:
             s.kv.unhash_from(request, min(hits))
-            s.running.remove(request)
-            s.reset(request)
-            s.waiting.put_back(request)
+            _start_over(s, request)
         elif request.loading is not None:
             request.bad_from = min(hits) if request.bad_from < 0 else min(request.bad_from, min(hits))
         else:
-            request.computed = min(request.computed, min(hits) * s.kv.block_size)
             s.kv.unhash_from(request, min(hits))
+            request.computed = min(request.computed, min(hits) * s.kv.block_size) if s.kv.can_rewind else 0
+            if not request.computed:
+                give_back(s, request)
 
 
-def commit_transfers(s: Scheduler, result: StepResult, outputs: list[StepOutput]) -> None:
+def commit_transfers(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepOutput]) -> None:
     """Apply the transfer events of a step, after its rows; failed synchronous loads were errors of their rows."""
+    failed_rows = {p.requests[i].seq for i in result.errors or ()}
     for event in result.transfers:
-        request = s.by_seq.get(event.seq)
-        if event.kind == "loaded" and event.error is not None and request is not None and request.loading is None:
+        if event.kind == "loaded" and event.error is not None and event.seq in failed_rows:
             continue
         apply_event(s, event, outputs)

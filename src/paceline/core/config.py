@@ -194,6 +194,7 @@ class GraphConfig:
 
     def __post_init__(self) -> None:
         require_choice(self.mode, ("NONE", "FULL_DECODE_ONLY"), "graphs.mode")
+        require(self.capture_sizes is None or len(self.capture_sizes) > 0, "graphs.capture_sizes", "must not be empty")
         for size in self.capture_sizes or ():
             require_int(size, 1, "graphs.capture_sizes")
 
@@ -216,6 +217,8 @@ class EngineConfig:
             f"must be at least {least}: one verifier row of 1 + num_speculative_tokens = {spec.width} tokens"
             f" and {spec.slots_per_row} draft slots",
         )
+        if any(g.kind == "recurrent" for g in c.groups):
+            self._check_chunks()
         tokens = s.max_model_len + spec.width + spec.lookahead_tokens
         blocks = -(-tokens // c.block_size)
         require(
@@ -224,6 +227,15 @@ class EngineConfig:
             f"the pool must hold max_model_len + width + lookahead = {tokens} tokens in every group:"
             f" at least {blocks * len(c.groups) + 1} blocks, got {c.num_blocks}",
         )
+
+    def _check_chunks(self) -> None:
+        """Prefill chunks end on block boundaries where recurrent state is kept, so one must hold a block."""
+        s, block = self.scheduler, self.cache.block_size
+        why = f"a recurrent group needs prefill chunks of at least block_size = {block} tokens"
+        least = block + self.speculation.slots_per_row
+        require(s.max_num_batched_tokens >= least, "scheduler.max_num_batched_tokens", f"{why}: at least {least}")
+        threshold = s.long_prefill_token_threshold
+        require(threshold == 0 or threshold >= block, "scheduler.long_prefill_token_threshold", why)
 
     def warnings(self) -> list[str]:
         """What is legal but probably not meant, in words."""

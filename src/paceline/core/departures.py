@@ -28,7 +28,7 @@ REASONS: dict[str, str] = {
     WHOLE_ROW: "a decode row that does not fit the budget is left out, not cut: a cut row loses the group its graph",
     ROUND_ROBIN: "rows left out are served first in the next step, or the last of four would starve",
     NEAR_MML: "near max_model_len all drafts are dropped instead of some: one width less to capture and to agree on",
-    TOTAL_ORDER: "the victim is the worst in one total order: equals by priority and arrival preempt each other for ever",
+    TOTAL_ORDER: "the victim is the worst in one total order: equals by priority and arrival preempt each other",
     UNHASH: "blocks hashed in this pass for a row that is taken back lose their hashes: nobody will compute them",
     SELF_VICTIM: "a row that preempts itself does not end the pass: rows behind it may still fit",
     NO_BLOCKS: "placeholders of a running row never preempt: nobody loses computed tokens for padding",

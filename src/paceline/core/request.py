@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import blake2b
 from struct import Struct
 from typing import Any, Protocol
@@ -123,6 +123,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("stop: an empty string would stop before the first token")
 
 
+@lru_cache(maxsize=1024)
+def _shared(stop_ids: frozenset[int]) -> frozenset[int]:
+    """One object for equal stop sets: every step reads them, and few differ."""
+    return stop_ids
+
+
 class State(Enum):
     """Exactly one at a time."""
 
@@ -149,7 +155,6 @@ class Loading(msgspec.Struct):
     """
 
     tokens: int
-    local_tokens: int
     deadline: float
     arrived: int | None = None
 
@@ -160,15 +165,18 @@ class Request:
     ``computed``: tokens whose KV is in the cache or being written by the step in flight. ``num_tokens``: prompt
     and output. ``max_total``: the token count at which it ends. ``drafts``: proposals to verify next.
     ``tables``: one block table per cache group. ``capacity``: tokens that every table can hold. ``hashed``: full
-    blocks already in the prefix index; ``hash_at``: the token count that fills the next one. ``fences``:
+    blocks already in the prefix index; ``hash_at``: the token count that fills the next one. ``clear_until``: a
+    decode row that starts before this needs neither a block nor a hash. ``fences``:
     transfers that still read its blocks. ``generation``: names its transfers, counted up at each preemption.
     ``ask``: whether the connector may still be asked. ``bad_from``: first block of a load known to be bad.
+    ``local_tokens``: what the prefix cache provided when it last left the queue or began to load.
     """
 
     __slots__ = (
         "arrival",
         "cache_salt",
         "capacity",
+        "clear_until",
         "computed",
         "drafts",
         "eos_token_id",
@@ -184,6 +192,7 @@ class Request:
         "ask",
         "bad_from",
         "loading",
+        "local_tokens",
         "max_total",
         "num_preemptions",
         "num_prompt",
@@ -222,7 +231,7 @@ class Request:
         stops = set(params.stop_token_ids)
         if eos_token_id is not None and not params.ignore_eos:
             stops.add(eos_token_id)
-        self.stop_ids = frozenset(stops)
+        self.stop_ids = _shared(frozenset(stops))
         self.max_total = source.length + params.max_tokens
         self.num_prompt = source.length
         self.num_tokens = source.length
@@ -235,10 +244,12 @@ class Request:
         self.capacity = 0
         self.hashed = 0
         self.hash_at = 1 << 60
+        self.clear_until = 0
         self.hashes: list[bytes] = []
         self.ask = True
         self.bad_from = -1
         self.loading: Loading | None = None
+        self.local_tokens = 0
         self.fences = 0
         self.generation = 0
         self.first_asked: float | None = None

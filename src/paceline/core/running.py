@@ -43,30 +43,27 @@ def serve_all(s: Scheduler, p: Pass) -> None:
     The loop's own branch is a row with all K drafts whose blocks are there; `serve_running` decides the rest.
     """
     order = _serving_order(s) if s.unserved else s.running.copy()
-    K, width, lookahead, partial = s.K, s.width, s.lookahead, s.partial
+    K, width, partial = s.K, s.width, s.partial
     cost = width + s.slots_per_row
-    last_start = s.max_model_len - width - 1
-    budget, updates, grow = p.budget, p.updates, s.kv.grow
+    budget = p.budget
     add_row, add_request = p.rows.append, p.requests.append
     for i, request in enumerate(order):
         start = request.computed
         drafts = request.drafts
-        end = start + width
-        if (
-            len(drafts) == K
-            and start <= last_start
-            and cost <= budget
-            and (K or (request.num_tokens - start == 1 and request not in partial))
-            and request.state is RUNNING
-            and (end + lookahead <= request.capacity or grow(request, end + lookahead, updates))
-        ):
-            add_row(Row(request.seq, start, width, drafts, True))
-            add_request(request)
-            request.computed = end
-            budget -= cost
-            if request.num_tokens >= request.hash_at:
+        if len(drafts) == K and cost <= budget and (K or request not in partial):
+            if start < request.clear_until:
+                add_row(Row(request.seq, start, width, drafts, True))
+                add_request(request)
+                request.computed = start + width
+                budget -= cost
+                continue
+            if _has_slots(s, p, request):
+                add_row(Row(request.seq, start, width, drafts, True))
+                add_request(request)
+                request.computed = start + width
+                budget -= cost
                 s.hash_planned(p, request)
-            continue
+                continue
         p.budget = budget
         if not serve_running(s, p, request):
             p.unserved = [r for r in order[i:] if r.state is RUNNING]
@@ -75,6 +72,13 @@ def serve_all(s: Scheduler, p: Pass) -> None:
             s.depart(d.SELF_VICTIM)
         budget = p.budget
     p.budget = budget
+
+
+def _has_slots(s: Scheduler, p: Pass, request: Request) -> bool:
+    """Whether a decode row of full width fits below max_model_len and has its blocks, without preempting anybody."""
+    if request.state is not RUNNING or not width_fits(request.computed, s.width, s.max_model_len):
+        return False
+    return s.kv.grow(request, request.computed + s.width + s.lookahead, p.updates)
 
 
 def serve_running(s: Scheduler, p: Pass, request: Request) -> bool:
@@ -147,7 +151,8 @@ def _serve_prefill(s: Scheduler, p: Pass, request: Request) -> bool:
     n = prefill_share(s, p, request.computed, request.num_tokens, share)
     if n <= 0:
         return False
-    while not s.kv.grow(request, request.computed + n + s.lookahead, p.updates):
+    end = request.computed + n
+    while not s.kv.grow(request, end + s.lookahead, p.updates, states_from=end):
         made_room = preempt_for(s, p, request)
         if made_room is None:
             return False

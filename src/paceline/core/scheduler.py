@@ -26,12 +26,12 @@ from paceline.core.connector import SchedulerConnector
 from paceline.core.kv.manager import KVManager
 from paceline.core.kv.pool import BlockPool
 from paceline.core.passes import Pass
-from paceline.core.plan import NewSequence, StepOutput, StepPlan, StepResult
+from paceline.core.plan import NewSequence, StepOutput, StepPlan, StepResult, TransferEvent
 from paceline.core.queue import RequestQueue, rank_key
 from paceline.core.request import FinishReason, Request, State
 from paceline.core.running import serve_all
 from paceline.core.stats import SchedulerStats
-from paceline.core.transfers import Transfers, end_load, give_up_overdue, hold_blocks
+from paceline.core.transfers import Transfers, apply_event, end_load, give_up_overdue, hold_blocks
 
 
 class RequestRefused(ValueError):
@@ -65,7 +65,7 @@ class Scheduler:
         self.graphs_on = config.graphs.mode != "NONE"
         self.drops_last_hit = spec.method in ("eagle3", "mtp") and not spec.disable_eagle_block_drop
         self.refills = bool(getattr(connector, "refills_after_preemption", False))
-        self.kv = KVManager(config.cache, c.max_model_len)
+        self.kv = KVManager(config.cache, c.max_model_len, self.width, self.lookahead)
         self.running: list[Request] = []
         self.waiting = RequestQueue(c.policy)
         self.holding: list[Request] = []
@@ -196,10 +196,8 @@ class Scheduler:
         if request.seq in self._introduced:
             self._introduced.remove(request.seq)
             self._retired.append(request.seq)
-        if loading:
-            hold_blocks(self, request, 1)
-        elif delay_free or request.fences:
-            hold_blocks(self, request, request.fences + delay_free)
+        if loading or delay_free or request.fences:
+            hold_blocks(self, request, loads=loading, saves=request.fences + delay_free)
         else:
             self.kv.release(request)
         outputs.append(StepOutput(request.id, tokens, reason.value, stop_reason, error))
@@ -214,8 +212,14 @@ class Scheduler:
         self.waiting.put_back(request)
 
     def reset(self, request: Request) -> None:
-        """Take all blocks from a request and forget what was computed; the caller queues it."""
-        self.kv.release(request)
+        """Take all blocks from a request and forget what was computed; the caller queues it.
+
+        Blocks that a transfer still reads stay held until it ends.
+        """
+        if request.fences:
+            hold_blocks(self, request, saves=request.fences)
+        else:
+            self.kv.release(request)
         request.computed = 0
         request.drafts = ()
         request.generation += 1
@@ -347,9 +351,16 @@ class Scheduler:
                 commit_errors(self, p, result, outputs)
             commit_rows(self, p, result, outputs)
         if result.transfers:
-            commit_transfers(self, result, outputs)
+            commit_transfers(self, p, result, outputs)
         if self._late_aborts:
             self._apply_late_aborts(outputs)
+        return outputs
+
+    def end_transfers(self, events: Sequence[TransferEvent]) -> list[StepOutput]:
+        """Ends of transfers that are reported while no step is in flight, to an idle rank too."""
+        outputs = self.take_pending()
+        for event in events:
+            apply_event(self, event, outputs)
         return outputs
 
     def _apply_late_aborts(self, outputs: list[StepOutput]) -> None:

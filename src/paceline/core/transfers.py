@@ -23,10 +23,21 @@ Name = tuple[int, int]
 
 
 class HeldBlocks(msgspec.Struct):
-    """Block tables that no request answers for any more, and how many transfers must end before they are free."""
+    """Block tables that no request answers for any more, and the transfers that must end before they are free."""
 
     tables: list[list[int]]
-    transfers: int
+    loads: int = 0
+    saves: int = 0
+
+    def ended(self, kind: str) -> bool:
+        """Count the end of one transfer of this kind; False if none was under way."""
+        if kind == "loaded" and self.loads:
+            self.loads -= 1
+        elif kind == "saved" and self.saves:
+            self.saves -= 1
+        else:
+            return False
+        return True
 
 
 class Transfers:
@@ -51,19 +62,20 @@ class Transfers:
         return [t for group in (self.held, self.quarantined) for h in group.values() for t in h.tables]
 
 
-def hold_blocks(s: Scheduler, request: Request, transfers: int) -> None:
-    """Keep a finished request's blocks until its ``transfers`` have ended."""
-    s.transfers.held[request.seq, request.generation] = HeldBlocks(request.tables, transfers)
+def hold_blocks(s: Scheduler, request: Request, *, loads: int = 0, saves: int = 0) -> None:
+    """Keep blocks that ``request`` gives up until its transfers have ended."""
+    s.transfers.held[request.seq, request.generation] = HeldBlocks(request.tables, loads, saves)
     s.kv.clear(request)
+    request.fences = 0
 
 
 def apply_event(s: Scheduler, event: TransferEvent, outputs: list[StepOutput]) -> None:
     """The end of a transfer, exactly once: a repeated, late or unknown one is counted and frees nothing twice."""
     name = (event.seq, event.generation)
     for store in (s.transfers.held, s.transfers.quarantined):
-        if name in store:
-            store[name].transfers -= 1
-            if not store[name].transfers:
+        held = store.get(name)
+        if held is not None and held.ended(event.kind):
+            if not held.loads and not held.saves:
                 s.kv.release_tables(store.pop(name).tables)
             return
     request = s.by_seq.get(event.seq)
@@ -98,10 +110,8 @@ def _fail_load(s: Scheduler, request: Request, event: TransferEvent, outputs: li
 
 def first_bad_block(s: Scheduler, request: Request, event: TransferEvent) -> int:
     """Index of the first block without valid KV; with no block named, the first beyond the local hit."""
-    loading = request.loading
-    local = loading.local_tokens if loading is not None else 0
     if not event.failed_blocks:
-        return local // s.kv.block_size
+        return request.local_tokens // s.kv.block_size
     bad = [i for t in request.tables for i, b in enumerate(t) if b in event.failed_blocks]
     return min(bad, default=len(request.tables[0]))
 
@@ -119,16 +129,24 @@ def end_load(s: Scheduler, request: Request) -> bool:
     if request.bad_from >= 0:
         tokens = min(tokens, request.bad_from * s.kv.block_size)
         request.bad_from = -1
+    if tokens < loading.tokens and not s.kv.can_rewind:
+        tokens = 0
     request.loading = None
     request.state = State.PREEMPTED if request.num_preemptions else State.WAITING
     if tokens:
+        request.computed = tokens
         s.kv.hash_planned(request, tokens)
         request.computed = min(tokens, request.num_tokens - 1)
-    elif loading.tokens:
-        s.kv.release(request)
-        request.computed = 0
-        s.partial.pop(request, None)
+    else:
+        give_back(s, request)
     return True
+
+
+def give_back(s: Scheduler, request: Request) -> None:
+    """A waiting request keeps none of its blocks: it looks up again, as if it had just come."""
+    s.kv.release(request)
+    request.computed = 0
+    s.partial.pop(request, None)
 
 
 def give_up_overdue(s: Scheduler, now: float, outputs: list[StepOutput]) -> None:
@@ -139,7 +157,7 @@ def give_up_overdue(s: Scheduler, now: float, outputs: list[StepOutput]) -> None
             continue
         s.depart(d.LOAD_DEADLINE)
         s.stats.load_failures += 1
-        s.transfers.quarantined[request.seq, request.generation] = HeldBlocks(request.tables, 1)
+        s.transfers.quarantined[request.seq, request.generation] = HeldBlocks(request.tables, loads=1)
         s.kv.clear(request)
         request.loading = None
         request.computed = 0

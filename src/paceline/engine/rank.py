@@ -9,13 +9,13 @@ loop on a virtual clock (collect at launch + cost), drive the same object.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from paceline.core.config import EngineConfig
 from paceline.core.graphs import FULL, NONE, GraphDispatcher
 from paceline.core.lockstep import Agreement, Vote
-from paceline.core.plan import StepOutput, StepPlan, StepResult
+from paceline.core.plan import StepOutput, StepPlan, StepResult, TransferEvent
 from paceline.core.request import Request
 from paceline.core.stats import SchedulerStats
 
@@ -48,6 +48,8 @@ class SchedulerLike(Protocol):
     def plan(self, now: float) -> StepPlan: ...
 
     def commit(self, result: StepResult, now: float) -> list[StepOutput]: ...
+
+    def end_transfers(self, events: Sequence[TransferEvent]) -> list[StepOutput]: ...
 
 
 class Executor(Protocol):
@@ -115,7 +117,7 @@ class Rank:
     def finish(self, result: StepResult, now: float) -> list[StepOutput]:
         """Commit a result; returns what each request gained."""
         if self.plan is self._idle:
-            return []
+            return self.scheduler.end_transfers(result.transfers) if result.transfers else []
         return self.scheduler.commit(result, now)
 
     def step(self, now: float) -> list[StepOutput]:

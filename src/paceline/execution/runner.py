@@ -153,10 +153,8 @@ class ModelExecutor:
             return {}
         errors = {}
         for index, span, first in zip(batch.indices, batch.spans, batch.firsts, strict=True):
-            good = finite[first : first + span.n]
-            if not bool(good.all()):
-                position = span.start + int(good.long().argmin())
-                errors[index] = f"the hidden state at position {position} is not finite"
+            if not bool(finite[first : first + span.n].all()):
+                errors[index] = f"a hidden state of positions [{span.start}, {span.start + span.n}) is not finite"
                 positions = np.arange(span.start, span.start + span.n)
                 blocks = span.table[positions // self.cache.block_size]
                 self.cache.clear(self.cache.slot_index(blocks, positions % self.cache.block_size))
@@ -165,23 +163,24 @@ class ModelExecutor:
     def _sample(self, batch: _Batch, hidden: Tensor, sampled: list[tuple[int, ...]], errors: dict[int, str]) -> None:
         """Fill ``sampled`` for the rows that sample and carry no error, and append the tokens to their sequences."""
         wanted: list[int] = []
-        rows: list[Verification] = []
+        verifications: list[Verification] = []
         owners: list[int] = []
         for i, (index, row, state) in enumerate(zip(batch.indices, batch.rows, batch.states, strict=True)):
             if not row.samples or index in errors:
                 continue
             last = batch.firsts[i] + row.n
-            rows.append(Verification(len(wanted), row.drafts, state.temperature, state.seed, state.num_output))
+            verifications.append(Verification(len(wanted), row.drafts, state.temperature, state.seed, state.num_output))
             wanted.extend(range(last - len(row.drafts) - 1, last))
             owners.append(i)
-        if not rows:
+        if not owners:
             return
         logits = self.model.logits(hidden[wanted])
         top, best = logits.max(-1)
         finite = top.isfinite().tolist()
-        for i, row, tokens in zip(owners, rows, verify(logits, best.tolist(), rows, self._synthetic), strict=True):
+        chosen = verify(logits, best.tolist(), verifications, self._synthetic)
+        for i, v, tokens in zip(owners, verifications, chosen, strict=True):
             index = batch.indices[i]
-            if not all(finite[row.first : row.first + len(row.drafts) + 1]):
+            if not all(finite[v.first : v.first + len(v.drafts) + 1]):
                 errors[index] = "a logit is not finite"
                 continue
             sampled[index] = tokens

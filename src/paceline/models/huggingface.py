@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -173,9 +172,7 @@ def _text(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _eos_token_ids(
-    folder: Path, raw: dict[str, Any], tokenizer: Tokenizer, eos_token: str | None
-) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, raw: dict[str, Any], tokenizer: Tokenizer, eos_token: str | None) -> tuple[int, ...]:
     """Ids that end a text: the tokenizer's first, then those of the generation and model configuration."""
     path = folder / "generation_config.json"
     generation = _read_json(path) if path.exists() else {}

@@ -67,15 +67,15 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     """``x`` [rows, in] times ``weight`` [out, in] transposed: [rows, out].
 
     Few rows in float32 on a CPU take the product as weight x x^T: the BLAS library then shares the rows of the
-    weight among threads and reads each once, two to three times as fast as its path for few rows. One row is
-    doubled, because a matrix times a vector runs on a single thread.
+    weight among threads and reads each once, two to three times as fast as its path for few rows. It does so only
+    if x itself is laid out by rows. One row is doubled: a matrix times a vector runs on a single thread.
     """
     rows = x.shape[0]
     if rows > SMALL_BATCH or x.dtype != torch.float32 or x.device.type != "cpu":
         return F.linear(x, weight)
     if rows == 1:
-        return torch.mm(weight, x.repeat(2, 1).t())[:, :1].t()
-    return torch.mm(weight, x.t()).t()
+        return torch.mm(weight, torch.cat((x, x)).t())[:, :1].t()
+    return torch.mm(weight, x.contiguous().t()).t()
 
 
 class _Checked:

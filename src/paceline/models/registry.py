@@ -49,6 +49,6 @@ def load_model(model: str | Path, dtype: str = "auto") -> LoadedModel:
     if (path / "config.json").is_file():
         return load_huggingface(path, dtype)
     raise UnsupportedModel(
-        f"model {name!r}: not a known name ({', '.join(EMBEDDED)}), not a .gguf file and not a folder with a config.json;"
-        " models are not downloaded"
+        f"model {name!r}: not a known name ({', '.join(EMBEDDED)}), not a .gguf file and not a folder with a"
+        " config.json; models are not downloaded"
     )

@@ -95,8 +95,15 @@ class Tokenizer:
         return cls(tokenizers.Tokenizer.from_file(str(path)), **kwargs)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``, with the model's leading special tokens if it has any."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of ``text``, with the model's leading special tokens if it has any.
+
+        Raises:
+            ValueError: half a surrogate pair is in the text; it has no bytes.
+        """
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise ValueError("text: half a surrogate pair is no character, and cannot be encoded") from None
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -98,9 +98,13 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             speculation=speculation,
         )
-        self._scheduler = Scheduler(self.config)
-        self._rank = Rank(self._scheduler, ModelExecutor(loaded.model, self.config, seed=seed))
+        self._seed = seed
         self._next_id = 0
+        self._start()
+
+    def _start(self) -> None:
+        """An engine without requests and with an empty cache."""
+        self._rank = Rank(Scheduler(self.config), ModelExecutor(self.model.model, self.config, seed=self._seed))
         self._forward_s = 0.0
         self._draft_s = 0.0
 
@@ -146,8 +150,8 @@ class LLM:
         return self._complete(encoded, sampling_params, use_tqdm, None)
 
     def stats(self) -> EngineStats:
-        """Totals since the engine started, those of speculation among them."""
-        return EngineStats.of(self._scheduler.stats, self._forward_s, self._draft_s)
+        """Totals, those of speculation among them, since the start (or since a call ended in an exception)."""
+        return EngineStats.of(self._rank.scheduler.stats, self._forward_s, self._draft_s)
 
     def _encode(self, prompt: Prompt, index: int) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
@@ -188,11 +192,10 @@ class LLM:
         try:
             with _progress(count, show_progress) as advance:
                 self._run(jobs, advance)
-        finally:
-            # Whatever ends the loop early must leave an engine that can be used again.
-            unfinished = [job.request_id for job in jobs.values() if job.finish_reason is None]
-            for request_id in unfinished:
-                self._rank.abort(request_id)
+        except BaseException:
+            # An interrupted step cannot be resumed: the next call begins with an empty engine.
+            self._start()
+            raise
         return [job.output() for job in jobs.values()]
 
     def _check_lengths(self, encoded: Sequence[tuple[str | None, list[int]]]) -> None:

@@ -7,6 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.random import SeedSequence, default_rng
@@ -76,7 +77,12 @@ class GroupDriver:
     """Takes one group through its steps on the virtual clock: collect at launch + cost."""
 
     def __init__(
-        self, loop: EventLoop, group: Group, cost: CostModel, deliver: Callable[[int, list[StepOutput]], None], first_rank: int
+        self,
+        loop: EventLoop,
+        group: Group,
+        cost: CostModel,
+        deliver: Callable[[int, list[StepOutput]], None],
+        first_rank: int,
     ) -> None:
         self.loop = loop
         self.group = group
@@ -122,6 +128,16 @@ class GroupDriver:
         self._begin()
 
 
+class _Flight(NamedTuple):
+    """A request under way, and who must hear of its end."""
+
+    request: Request
+    record: RequestRecord
+    client: Client
+    balancer: RankBalancer
+    local_rank: int
+
+
 class Cluster:
     """The servers of a scenario: ranks in one lock-step group or in groups of one, nodes that balance their own."""
 
@@ -130,7 +146,9 @@ class Cluster:
         self.loop = EventLoop()
         shape = scenario.cluster
         config = scenario.engine
-        streams = iter(SeedSequence(seed).spawn(2 * shape.ranks))
+        *streams_of_ranks, accept = SeedSequence(seed).spawn(2 * shape.ranks + 1)
+        streams = iter(streams_of_ranks)
+        self._accept = default_rng(accept)
         graphs = GraphDispatcher(config)
         self.ranks: list[Rank] = []
         for _ in range(shape.ranks):
@@ -147,9 +165,13 @@ class Cluster:
             self.drivers.append(GroupDriver(self.loop, group, cost, self._deliver, first))
         self._group_size = size
         self._nodes = RoundRobin(shape.nodes)
-        self._balancers = [RankBalancer(shape.ranks_per_node) for _ in range(shape.nodes)]
+        servers = shape.api_servers_per_node
+        self._balancers = [
+            [RankBalancer(shape.ranks_per_node, clients=servers, client_index=i) for i in range(servers)]
+            for _ in range(shape.nodes)
+        ]
         self._appends: dict[str, Callable[[float], None]] = {}
-        self._flights: dict[str, tuple[Request, RequestRecord, int, Client]] = {}
+        self._flights: dict[str, _Flight] = {}
         self._snapshots_on = False
         self._next_id = 0
         self._request_s = scenario.network.request_ms / 1000
@@ -169,10 +191,12 @@ class Cluster:
 
     def _arrive(self, request: Request, record: RequestRecord, client: Client) -> None:
         node = self._nodes.pick()
-        local = self._balancers[node].pick()
+        servers = self._balancers[node]
+        balancer = servers[int(self._accept.integers(len(servers)))]  # whichever process accepts the connection
+        local = balancer.pick()
         rank = node * self.scenario.cluster.ranks_per_node + local
         self._appends[request.id] = record.chunk_s.append
-        self._flights[request.id] = (request, record, rank, client)
+        self._flights[request.id] = _Flight(request, record, client, balancer, local)
         scheduler = self.ranks[rank].scheduler
         self.idle_rank_admissions += not (scheduler.num_running or scheduler.num_waiting)
         self.ranks[rank].add(request)
@@ -184,9 +208,11 @@ class Cluster:
     def _snapshot(self) -> None:
         """Every rank publishes its queues, while there is anything to publish."""
         per_node = self.scenario.cluster.ranks_per_node
-        for node, balancer in enumerate(self._balancers):
+        for node, servers in enumerate(self._balancers):
             schedulers = [rank.scheduler for rank in self.ranks[node * per_node : (node + 1) * per_node]]
-            balancer.snapshot([RankLoad(s.num_waiting, s.num_running, s.kv_usage) for s in schedulers])
+            loads = [RankLoad(s.num_waiting, s.num_running, s.kv_usage) for s in schedulers]
+            for balancer in servers:
+                balancer.snapshot(loads)
         if self._flights:
             self.loop.at(self.loop.now + self.scenario.snapshot_ms / 1000, self._snapshot)
         else:
@@ -203,17 +229,16 @@ class Cluster:
                 self._ended(output.request_id, output.finish_reason, output.error)
 
     def _ended(self, request_id: str, reason: str, error: str | None) -> None:
-        request, record, rank, client = self._flights.pop(request_id)
+        flight = self._flights.pop(request_id)
         del self._appends[request_id]
-        record.output_tokens = len(request.output)
+        flight.record.output_tokens = len(flight.request.output)
         if reason in ("error", "abort"):
-            record.error = error or reason
-        per_node = self.scenario.cluster.ranks_per_node
-        self._balancers[rank // per_node].done(rank % per_node)
+            flight.record.error = error or reason
+        flight.balancer.done(flight.local_rank)
         if self._response_s:
-            self.loop.at(self.loop.now + self._response_s, client.ended)
+            self.loop.at(self.loop.now + self._response_s, flight.client.ended)
         else:
-            client.ended()
+            flight.client.ended()
 
 
 class _Marks:

@@ -42,12 +42,13 @@ def read_yaml(text: str, origin: str) -> dict[str, Any]:
 class _Dumper(yaml.SafeDumper):
     """YAML with lists of single values on one line."""
 
-    def represent_list(self, data: list[Any]) -> yaml.SequenceNode:
-        single = not any(isinstance(item, list | dict) for item in data)
-        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=single)
+
+def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.SequenceNode:
+    single = not any(isinstance(item, list | dict) for item in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=single)
 
 
-_Dumper.add_representer(list, _Dumper.represent_list)
+_Dumper.add_representer(list, _represent_list)
 
 
 def write_yaml(data: Mapping[str, Any]) -> str:

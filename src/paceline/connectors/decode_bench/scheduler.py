@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.core.kv.pool import NULL_BLOCK
 from paceline.core.plan import StepPlan
 from paceline.core.request import Request
 
@@ -44,7 +45,8 @@ class DecodeBenchScheduler:
         total = request.num_tokens - 1
         first = (total - num_external) // self.block_size
         last = -(-total // self.block_size)
-        self._fills.append(Fill(request.seq, tuple(tuple(table[first:last]) for table in blocks), num_external))
+        filled = tuple(tuple(b for b in table[first:last] if b != NULL_BLOCK) for table in blocks)
+        self._fills.append(Fill(request.seq, filled, num_external))
 
     def build_connector_meta(self, plan: StepPlan) -> list[Fill] | None:
         """The fills of this step, None if there are none."""

@@ -28,24 +28,31 @@ class KVManager:
 
     Groups share one pool. A *full* group keeps every block. A *sliding* group keeps the blocks that hold any of
     the last ``sliding_window`` tokens before the next one. A *recurrent* group keeps the block with the state
-    of the last computed token; a block inside a chunk gets no state, hence no memory.
+    of the last computed token; a block inside a chunk gets no state, hence no memory. Only full groups can go back to
+    an earlier token (`can_rewind`).
     """
 
-    def __init__(self, config: CacheConfig, max_model_len: int) -> None:
+    def __init__(self, config: CacheConfig, max_model_len: int, width: int = 1, lookahead: int = 0) -> None:
         self.block_size = config.block_size
         self.caching = config.enable_prefix_caching
         self.groups = config.groups
         self.max_model_len = max_model_len
+        self._reach = width + lookahead
+        self._last_start = max_model_len - width - 1
         self.pool = BlockPool(config.num_blocks)
         self.has_recurrent = any(g.kind == "recurrent" for g in config.groups)
+        self.can_rewind = all(g.kind == "full" for g in config.groups)
         self._one_full = len(config.groups) == 1 and config.groups[0].kind == "full"
         self._no_hit = Hit(0, tuple([] for _ in config.groups))
         self._planned_now: set[bytes] = set()
 
     # -- what a request can hit and needs ------------------------------------------------------------------
 
-    def lookup(self, request: Request) -> Hit:
-        """The longest local hit: at most floor((num_tokens - 1) / block_size) blocks, outputs included."""
+    def lookup(self, request: Request, *, drop_last: bool = False) -> Hit:
+        """The longest local hit: at most floor((num_tokens - 1) / block_size) blocks, outputs included.
+
+        ``drop_last``: one block less than could be hit, for a drafter that needs the hidden states of the last one.
+        """
         if not self.caching:
             return self._no_hit
         most = (request.num_tokens - 1) // self.block_size
@@ -53,8 +60,13 @@ class KVManager:
             return self._no_hit
         if self._one_full:
             blocks = self._chain(request, most, 0)
+            if drop_last and blocks:
+                blocks.pop()
             return Hit(len(blocks) * self.block_size, (blocks,)) if blocks else self._no_hit
-        return self._agree_on_hit(request, most)
+        hit = self._agree_on_hit(request, most)
+        if drop_last and hit.tokens:
+            hit = self._agree_on_hit(request, hit.tokens // self.block_size - 1)
+        return hit
 
     def _chain(self, request: Request, most: int, group: int) -> list[int]:
         """Blocks of a full group from the start up to the first that is not cached."""
@@ -75,15 +87,13 @@ class KVManager:
     def _agree_on_hit(self, request: Request, most: int) -> Hit:
         """The longest prefix that every group can serve; a group can only shorten what another offers."""
         length = most
-        while True:
+        while length > 0:
             tables = [self._group_hit(request, length, g, i) for i, g in enumerate(self.groups)]
             shortest = min(len(t) for t in tables)
-            if shortest == length or shortest == 0:
-                break
+            if shortest == length:
+                return Hit(length * self.block_size, tuple(tables))
             length = shortest
-        if shortest == 0:
-            return self._no_hit
-        return Hit(shortest * self.block_size, tuple(tables))
+        return self._no_hit
 
     def _group_hit(self, request: Request, most: int, group: GroupConfig, index: int) -> list[int]:
         if group.kind == "full":
@@ -136,11 +146,16 @@ class KVManager:
             self.pool.touch(table)
         request.tables = [list(table) for table in hit.tables]
         request.capacity = hit.tokens
+        request.local_tokens = hit.tokens
         request.hashed = hit.tokens // self.block_size
-        self._set_hash_at(request)
+        self._settle(request)
 
-    def grow(self, request: Request, slots: int, updates: list[BlockUpdate] | None) -> bool:
-        """Make every table hold ``slots`` tokens; False, and nothing changed, when the pool cannot."""
+    def grow(self, request: Request, slots: int, updates: list[BlockUpdate] | None, states_from: int = 1) -> bool:
+        """Make every table hold ``slots`` tokens; False, and nothing changed, when the pool cannot.
+
+        ``states_from``: the first token count whose recurrent state must have a place (the end of a chunk; a decode
+        row may end anywhere).
+        """
         slots = min(slots, self.max_model_len)
         if slots <= request.capacity:
             return True
@@ -153,15 +168,22 @@ class KVManager:
                 return False
             table += blocks
             request.capacity = total * self.block_size
+            self._settle(request)
             if updates is not None:
                 updates.append(BlockUpdate(request.seq, 0, False, blocks))
             return True
-        return self._grow_groups(request, slots, updates)
+        return self._grow_groups(request, slots, updates, states_from)
 
-    def _grow_groups(self, request: Request, slots: int, updates: list[BlockUpdate] | None) -> bool:
+    def _grow_groups(
+        self, request: Request, slots: int, updates: list[BlockUpdate] | None, states_from: int
+    ) -> bool:
         self._drop_dead(request)
         total = self.blocks_for(slots)
-        wanted = [self._new_entries(g, len(t), total) for g, t in zip(self.groups, request.tables, strict=True)]
+        first_state = (states_from - 1) // self.block_size
+        wanted = [
+            [group.kind != "recurrent" or i >= first_state for i in range(len(table), total)]
+            for group, table in zip(self.groups, request.tables, strict=True)
+        ]
         blocks = self.pool.take(sum(map(sum, wanted)))
         if blocks is None:
             return False
@@ -172,17 +194,13 @@ class KVManager:
             if updates is not None and added:
                 updates.append(BlockUpdate(request.seq, g, False, added))
         request.capacity = total * self.block_size
+        self._settle(request)
         return True
 
-    def _new_entries(self, group: GroupConfig, held: int, total: int) -> list[bool]:
-        """Which of the entries held .. total - 1 need a block of their own."""
-        count = max(0, total - held)
-        if group.kind != "recurrent" or count <= 2:
-            return [True] * count
-        return [False] * (count - 2) + [True, True]
-
     def _drop_dead(self, request: Request) -> None:
-        """Return the blocks that no later token of ``request`` attends to."""
+        """Return the blocks that no later token of ``request`` attends to, unless a transfer reads them."""
+        if request.fences:
+            return
         for group, table in zip(self.groups, request.tables, strict=True):
             if group.kind == "full":
                 continue
@@ -200,16 +218,24 @@ class KVManager:
         if self._one_full:
             self._hash_full(request, full)
             return
-        register = self.pool.index.register
         for g, table in enumerate(request.tables):
             for i in range(request.hashed, full):
-                if table[i] != NULL_BLOCK and table[i] not in self.pool.index.hash_of:
-                    key = self._key(request, i, g)
-                    register(key, table[i])
-                    if self.has_recurrent:
-                        self._planned_now.add(key)
+                if table[i] != NULL_BLOCK and (self.groups[g].kind != "recurrent" or self._keeps_state(request, i)):
+                    self._register(request, i, g)
         request.hashed = max(request.hashed, full)
-        self._set_hash_at(request)
+        self._settle(request)
+
+    def _keeps_state(self, request: Request, index: int) -> bool:
+        """Whether the row in flight ends on the boundary behind block ``index``: only then is that state kept."""
+        return request.computed == (index + 1) * self.block_size
+
+    def _register(self, request: Request, index: int, group: int) -> None:
+        block = request.tables[group][index]
+        if block not in self.pool.index.hash_of:
+            key = self._key(request, index, group)
+            self.pool.index.register(key, block)
+            if self.groups[group].kind == "recurrent":
+                self._planned_now.add(key)
 
     def _hash_full(self, request: Request, full: int) -> None:
         """`hash_planned` for a single group of full attention, whose blocks from ``hashed`` on have no hash yet."""
@@ -222,18 +248,20 @@ class KVManager:
         for i in range(first, full):
             register(hashes[i], table[i])
         request.hashed = full
-        request.hash_at = (full + 1) * size
+        self._settle(request)
 
     def unhash_from(self, request: Request, first: int) -> list[int]:
         """Drop the hashes of ``request``'s blocks from index ``first`` on; returns those blocks."""
         blocks = [b for table in request.tables for b in table[first : request.hashed] if b != NULL_BLOCK]
         self.pool.forget(blocks)
         request.hashed = min(request.hashed, first)
-        self._set_hash_at(request)
+        self._settle(request)
         return blocks
 
-    def _set_hash_at(self, request: Request) -> None:
-        request.hash_at = (request.hashed + 1) * self.block_size if self.caching else NEVER
+    def _settle(self, request: Request) -> None:
+        """Work out up to which start a decode row of full width needs no block, fills none, and fits."""
+        request.hash_at = hash_at = (request.hashed + 1) * self.block_size if self.caching else NEVER
+        request.clear_until = min(hash_at - 1, request.capacity - self._reach + 1, self._last_start + 1)
 
     def release(self, request: Request) -> None:
         """Take back all blocks of ``request`` (tail first)."""
@@ -251,6 +279,7 @@ class KVManager:
         request.capacity = 0
         request.hashed = 0
         request.hash_at = NEVER
+        request.clear_until = 0
 
     def end_pass(self) -> None:
         """The states planned in this pass exist from now on."""

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the front and an engine process send each other, as msgpack over sockets that drop nothing.
+
+    front  -> engine   a list of Add, Abort and Stop per message
+    engine -> front    Ready once, then an Update per step (or when only statistics changed); Dead at most once, last
+
+Times are seconds of the system's monotonic clock, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from paceline.core.plan import StepOutput
+from paceline.core.request import Request, SamplingParams, StoredTokens
+from paceline.core.stats import SchedulerStats
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """A new request; `core.request.Request` explains the fields."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    arrival: float
+    eos_token_id: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def request(self) -> Request:
+        """What the scheduler queues."""
+        return Request(
+            self.request_id,
+            StoredTokens(self.prompt_token_ids),
+            self.params,
+            arrival=self.arrival,
+            priority=self.priority,
+            eos_token_id=self.eos_token_id,
+            cache_salt=self.cache_salt,
+        )
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for these requests any more; unknown ids are old news."""
+
+    request_ids: tuple[str, ...]
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the process; requests that are still there get no further output."""
+
+
+ToEngine = Add | Abort | Stop
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A scheduler's gauges (first three) and totals since the start; `core.stats` explains them."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    busy_steps: int = 0
+    uniform_steps: int = 0
+    misses: dict[str, int] = {}
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    external_hits: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, stats: SchedulerStats, running: int, waiting: int, kv_usage: float) -> Snapshot:
+        """Read a scheduler's counters."""
+        acceptance = stats.acceptance
+        return cls(
+            running=running,
+            waiting=waiting,
+            kv_usage=kv_usage,
+            busy_steps=stats.busy_steps,
+            uniform_steps=stats.uniform_steps,
+            misses=dict(stats.misses),
+            preemptions=stats.preemptions,
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            external_hits=stats.external_hits,
+            num_drafts=acceptance.num_drafts,
+            num_draft_tokens=acceptance.num_draft_tokens,
+            num_accepted_tokens=acceptance.num_accepted_tokens,
+            num_accepted_tokens_per_pos=tuple(acceptance.num_accepted_tokens_per_pos),
+        )
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What a front must know of the engine's model, so that it needs neither weights nor torch.
+
+    ``tokenizer``: in the JSON format of the `tokenizers` library. ``eos_token_ids``: the first ends a request by
+    default, further ones do so too. Lengths are in tokens.
+    """
+
+    name: str
+    tokenizer: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    dtype: str = ""
+    block_size: int = 0
+    num_blocks: int = 0
+    enable_prefix_caching: bool = False
+    scheduling_policy: str = "fcfs"
+    num_speculative_tokens: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine takes requests from now on."""
+
+    model: ModelInfo
+
+
+class Update(msgspec.Struct, frozen=True, tag=True):
+    """What one step brought. ``started``: requests scheduled for the first time. ``began``: when it was planned.
+
+    ``tokens``: how many the step computed. ``stats``: None where the last ones are recent enough.
+    """
+
+    outputs: list[StepOutput]
+    started: tuple[str, ...] = ()
+    began: float = 0.0
+    tokens: int = 0
+    stats: Snapshot | None = None
+
+
+class Dead(msgspec.Struct, frozen=True, tag=True):
+    """The engine process is about to exit. ``refused``: it never started, since the options cannot be honoured."""
+
+    reason: str
+    refused: bool = False
+
+
+FromEngine = Ready | Update | Dead
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+decode_to_engine = msgspec.msgpack.Decoder(list[ToEngine]).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
