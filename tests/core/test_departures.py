@@ -41,7 +41,7 @@ def test_whole_row() -> None:
 
 
 def test_round_robin() -> None:
-    """vLLM would begin with r0 and r1 in every step, and r2 would wait for one of them to end."""
+    """vLLM begins every step with r0 and r1: r2 would get what they leave, or nothing, until one of them ends."""
     drive = verifiers(3, budget=10)
     served = [list(drive.step()) for _ in range(6)]
     assert all(len(rows) == 2 for rows in served)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.core.config import GroupConfig
 from paceline.core.plan import TransferEvent
 from paceline.core.request import Request, State
 
@@ -248,6 +249,20 @@ def test_a_fenced_victim_is_not_preempted_the_row_waits_instead(K: int) -> None:
     d.step(transfers=[TransferEvent("saved", d.requests["r2"].seq, 0)])
     d.run(lambda: d.requests["r1"].computed > before)
     assert d.s.stats.preemptions == 1
+
+
+def test_a_window_moves_on_only_when_nobody_reads_what_it_leaves_behind() -> None:
+    groups = (GroupConfig(), GroupConfig(kind="sliding", sliding_window=16))
+    d = Drive(engine_config(K=0, groups=groups, caching=False))
+    request = d.running("r", 60)
+    d.s.fence("r")
+    read = {b for b in request.tables[1] if b}
+    for _ in range(40):
+        d.step()
+        assert read <= set(d.s.pool.owners())
+    d.step(transfers=[TransferEvent("saved", request.seq, 0)])
+    assert sum(map(bool, request.tables[1])) > 4
+    d.run(lambda: sum(map(bool, request.tables[1])) <= 2, limit=20)
 
 
 def test_a_sharer_that_starts_over_keeps_its_blocks_while_a_transfer_reads_them() -> None:

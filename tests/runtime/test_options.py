@@ -67,6 +67,7 @@ def test_speculative_config_that_cannot_be_honoured_is_refused(given: dict[str, 
     ("given", "field"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"dtype": "bfloat16"}, "dtype: the model was loaded as torch.float32"),
         ({"max_model_len": 257}, "max_model_len"),
         ({"num_gpu_blocks_override": 20}, "kv_cache_memory_bytes"),
         ({"kv_cache_memory_bytes": 1000}, "kv_cache_memory_bytes"),

@@ -60,9 +60,7 @@ def make_scheduler(running: int) -> Scheduler:
         speculative_config=SpeculativeConfig(model="ngram", num_speculative_tokens=K),
     )  # fmt: skip
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    kv = KVCacheConfig(
-        num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-    )
+    kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     return Scheduler(
         vllm_config=config, kv_cache_config=kv, log_stats=True, block_size=BLOCK, hash_block_size=BLOCK,
         structured_output_manager=StructuredOutputManager(config),

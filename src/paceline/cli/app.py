@@ -33,7 +33,12 @@ app = App(name="paceline", help=HELP, help_epilogue=EXAMPLES, help_format="plain
 app.command("paceline.cli.sim:app", name="sim", help="Simulate a cluster in virtual time: run, compare, list, show.")
 app.command("paceline.cli.bench:app", name="bench", help="Measure the scheduler and the simulator on this machine.")
 app.command("paceline.cli.demo:demo", name="demo", help="A measured cluster beside the simulated one; a real model.")
-app.command("paceline.cli.serve:serve", name="serve", help="Serve a model behind the OpenAI API.")
+app.command(
+    "paceline.cli.serve:serve",
+    name="serve",
+    help="Serve a model behind the OpenAI API.",
+    help_epilogue="Example:\n\n  paceline serve smollm2 --max-num-seqs 32\n  curl http://127.0.0.1:8000/v1/models",
+)
 
 
 @app.command(help_epilogue="")

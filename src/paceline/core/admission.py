@@ -24,6 +24,7 @@ class Outcome(Enum):
     LOADING = 1  # holds blocks, no forward work yet
     ASIDE = 2  # keeps its place; the scan goes on
     END = 3  # keeps its place; the scan ends
+    QUEUED = 4  # holds nothing any more: back in the queue
 
 
 def scan_waiting(s: Scheduler, p: Pass, running_rows: int) -> None:
@@ -46,6 +47,8 @@ def scan_waiting(s: Scheduler, p: Pass, running_rows: int) -> None:
         outcome = _consider(s, p, request, running_rows)
         if outcome is Outcome.ADMITTED and held:
             s.holding.remove(request)
+        elif outcome is Outcome.QUEUED:
+            looked_at.discard(request)
         elif outcome is Outcome.LOADING and not held:
             s.hold(request)
         elif outcome is Outcome.ASIDE and not held:
@@ -59,8 +62,11 @@ def scan_waiting(s: Scheduler, p: Pass, running_rows: int) -> None:
 
 
 def _consider(s: Scheduler, p: Pass, request: Request, running_rows: int) -> Outcome:
-    if request.state is State.LOADING and not s.end_load(request):
-        return Outcome.ASIDE
+    if request.state is State.LOADING:
+        if not s.end_load(request):
+            return Outcome.ASIDE
+        if not request.tables:
+            return Outcome.QUEUED
     if request.tables:  # resolved: whoever holds blocks is not asked again
         if not request.computed:
             s.depart(d.RESOLVED_STATE)

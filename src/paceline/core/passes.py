@@ -23,11 +23,13 @@ class Pass:
     ``padded``: padded requests and the width each falls back to. ``prefill_rows``: requests whose row is a
     prefill row. ``prefill``: a prefill row was planned in this pass, taken back since or not;
     ``running_prefill``: one of them belonged to a running request.
+    ``fenced``: the pass stopped at a victim whose blocks a transfer reads.
     ``hashed``: requests that hashed blocks in this pass, with how many were hashed before it.
     """
 
     __slots__ = (
         "budget",
+        "fenced",
         "first",
         "hashed",
         "now",
@@ -56,6 +58,7 @@ class Pass:
         self.prefill = False
         self.running_prefill = False
         self.self_victim = False
+        self.fenced = False
         self.rows: list[Row] = []
         self.requests: list[Request] = []
         self.updates: list[BlockUpdate] = []
@@ -73,6 +76,7 @@ class Pass:
         self.budget = budget
         self.slots_per_row = slots_per_row
         self.threshold = threshold
+        self.fenced = False
         self.rows = []
         self.requests = []
         if self.updates:

@@ -167,7 +167,8 @@ class Request:
     ``tables``: one block table per cache group. ``capacity``: tokens that every table can hold. ``hashed``: full
     blocks already in the prefix index; ``hash_at``: the token count that fills the next one. ``clear_until``: a
     decode row that starts before this needs neither a block nor a hash. ``fences``:
-    transfers that still read its blocks. ``generation``: names its transfers, counted up at each preemption.
+    transfers that still read its blocks, until ``fence_deadline`` at most. ``generation``: names its transfers, counted up at each preemption and at the
+    end of each load.
     ``ask``: whether the connector may still be asked. ``bad_from``: first block of a load known to be bad.
     ``local_tokens``: what the prefix cache provided when it last left the queue or began to load.
     """
@@ -180,6 +181,7 @@ class Request:
         "computed",
         "drafts",
         "eos_token_id",
+        "fence_deadline",
         "fences",
         "finish_reason",
         "first_asked",
@@ -251,6 +253,7 @@ class Request:
         self.loading: Loading | None = None
         self.local_tokens = 0
         self.fences = 0
+        self.fence_deadline = 0.0
         self.generation = 0
         self.first_asked: float | None = None
         self.num_preemptions = 0

@@ -66,7 +66,9 @@ def serve_all(s: Scheduler, p: Pass) -> None:
                 continue
         p.budget = budget
         if not serve_running(s, p, request):
-            p.unserved = [r for r in order[i:] if r.state is RUNNING]
+            # one that waits for a fence goes to the end of the round: the fenced one behind it must run to its end
+            left = order[i + 1 :] + [request] if p.fenced else order[i:]
+            p.unserved = [r for r in left if r.state is RUNNING]
             return
         if p.self_victim and any(r.state is RUNNING for r in order[i + 1 :]):
             s.depart(d.SELF_VICTIM)
@@ -208,7 +210,8 @@ def preempt_for(s: Scheduler, p: Pass, request: Request) -> bool | None:
         preempting it would free nothing; the pass must stop here.
     """
     victim = choose_victim(s)
-    if victim.fences:
+    if victim.fences and p.now < victim.fence_deadline:
+        p.fenced = True
         return None
     preempt(s, p, victim)
     if victim is request:

@@ -75,6 +75,7 @@ class Scheduler:
         self.transfers = Transfers()
         self.stats = SchedulerStats(self.K)
         self.step = 0
+        self.now = 0.0
         self._next_seq = 0
         self._introduced: set[int] = set()
         self._retired: list[int] = []
@@ -254,7 +255,9 @@ class Scheduler:
 
     def fence(self, request_id: str) -> None:
         """A transfer reads this request's blocks from now on; its ``saved`` event lifts the fence."""
-        self.requests[request_id].fences += 1
+        request = self.requests[request_id]
+        request.fences += 1
+        request.fence_deadline = self.now + self.transfer_deadline_s
 
     # -- planning ----------------------------------------------------------------------------------------
 
@@ -262,7 +265,8 @@ class Scheduler:
         """Decide the next step. ``computed`` of the planned requests advances here and now."""
         if self._in_flight is not None:
             raise RuntimeError(f"step {self.step - 1} has not been committed")
-        if self.holding:
+        self.now = now
+        if self.holding or self.transfers.held or self.transfers.quarantined:
             give_up_overdue(self, now, self._pending)
         p = self._pass
         p.begin(
@@ -339,6 +343,7 @@ class Scheduler:
         """
         if self._in_flight is None:
             raise RuntimeError("no step is in flight")
+        self.now = now
         p, plan = self._pass, self._in_flight
         validate_result(plan, result, self.K)
         self._in_flight = None

@@ -26,6 +26,7 @@ class HeldBlocks(msgspec.Struct):
     """Block tables that no request answers for any more, and the transfers that must end before they are free."""
 
     tables: list[list[int]]
+    deadline: float
     loads: int = 0
     saves: int = 0
 
@@ -43,8 +44,8 @@ class HeldBlocks(msgspec.Struct):
 class Transfers:
     """Blocks held for transfers whose request has gone, by transfer name.
 
-    ``held``: an aborted load, or a finished request that a connector still reads. ``quarantined``: a load that was
-    given up without its transport confirming that it will not touch the blocks any more.
+    ``held``: an aborted load, or a finished request that a connector still reads. ``quarantined``: transfers that were
+    given up without their transport confirming that it will not touch the blocks any more; these are not work.
     """
 
     __slots__ = ("held", "quarantined")
@@ -64,7 +65,12 @@ class Transfers:
 
 def hold_blocks(s: Scheduler, request: Request, *, loads: int = 0, saves: int = 0) -> None:
     """Keep blocks that ``request`` gives up until its transfers have ended."""
-    s.transfers.held[request.seq, request.generation] = HeldBlocks(request.tables, loads, saves)
+    deadline = s.now + s.transfer_deadline_s
+    if loads and request.loading is not None:
+        deadline = request.loading.deadline
+    elif request.fences:
+        deadline = request.fence_deadline
+    s.transfers.held[request.seq, request.generation] = HeldBlocks(request.tables, deadline, int(loads), saves)
     s.kv.clear(request)
     request.fences = 0
 
@@ -132,6 +138,7 @@ def end_load(s: Scheduler, request: Request) -> bool:
     if tokens < loading.tokens and not s.kv.can_rewind:
         tokens = 0
     request.loading = None
+    request.generation += 1
     request.state = State.PREEMPTED if request.num_preemptions else State.WAITING
     if tokens:
         request.computed = tokens
@@ -143,30 +150,41 @@ def end_load(s: Scheduler, request: Request) -> bool:
 
 
 def give_back(s: Scheduler, request: Request) -> None:
-    """A waiting request keeps none of its blocks: it looks up again, as if it had just come."""
+    """A request that held blocks keeps none of them: back in the queue, it looks up again."""
     s.kv.release(request)
     request.computed = 0
     s.partial.pop(request, None)
+    s.holding.remove(request)
+    s.waiting.put_back(request)
 
 
 def give_up_overdue(s: Scheduler, now: float, outputs: list[StepOutput]) -> None:
-    """Past its deadline a load has failed; its blocks are quarantined until the transport confirms."""
+    """Past its deadline a transfer has failed; its blocks are quarantined until the transport confirms."""
+    for name in [name for name, held in s.transfers.held.items() if now >= held.deadline]:
+        s.depart(d.LOAD_DEADLINE)
+        s.transfers.quarantined[name] = s.transfers.held.pop(name)
     for request in [r for r in s.holding if r.loading is not None]:
         loading = request.loading
-        if loading is None or loading.arrived is not None or now < loading.deadline:
-            continue
-        s.depart(d.LOAD_DEADLINE)
-        s.stats.load_failures += 1
-        s.transfers.quarantined[request.seq, request.generation] = HeldBlocks(request.tables, loads=1)
-        s.kv.clear(request)
-        request.loading = None
-        request.computed = 0
-        request.generation += 1
-        s.partial.pop(request, None)
-        request.state = State.PREEMPTED if request.num_preemptions else State.WAITING
-        request.ask = False
-        if s.load_failure_policy == "fail" or not s.fits_alone(request):
-            s.finish(request, FinishReason.ERROR, outputs, error="KV load did not end before its deadline")
-        else:
-            s.holding.remove(request)
-            s.waiting.put_back(request)
+        if loading is not None and loading.arrived is None and now >= loading.deadline:
+            _give_up_load(s, request, loading.deadline, outputs)
+    if s.transfers.quarantined:
+        for request in [r for r in (*s.holding, *s.waiting) if not s.fits_alone(r)]:
+            s.finish(request, FinishReason.ERROR, outputs, error="too long for the KV blocks that are not quarantined")
+
+
+def _give_up_load(s: Scheduler, request: Request, deadline: float, outputs: list[StepOutput]) -> None:
+    s.depart(d.LOAD_DEADLINE)
+    s.stats.load_failures += 1
+    s.transfers.quarantined[request.seq, request.generation] = HeldBlocks(request.tables, deadline, loads=1)
+    s.kv.clear(request)
+    request.loading = None
+    request.computed = 0
+    request.generation += 1
+    s.partial.pop(request, None)
+    request.state = State.PREEMPTED if request.num_preemptions else State.WAITING
+    request.ask = False
+    if s.load_failure_policy == "fail" or not s.fits_alone(request):
+        s.finish(request, FinishReason.ERROR, outputs, error="KV load did not end before its deadline")
+    else:
+        s.holding.remove(request)
+        s.waiting.put_back(request)

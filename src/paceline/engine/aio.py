@@ -44,6 +44,10 @@ class Tracked:
         self.ended: float | None = None
         self.reason = "abort"
 
+    def undecided(self, reason: str) -> bool:
+        """Whether a stop string, for which the engine does not look, may have ended the request before ``reason``."""
+        return bool(self.add.params.stop) and reason in ("stop", "length")
+
 
 class Observer(Protocol):
     """Sees what passes, for metrics. Times are monotonic seconds."""
@@ -79,7 +83,7 @@ class Stream:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._open: dict[str, Tracked] = {}
-        # Ended in the engine, but a stop string before that end may still turn up in what the reader has not read.
+        # Ended in the engine; the reader has yet to say why.
         self._undecided: dict[str, Tracked] = {}
         self._pending: dict[str, list[StepOutput]] = {}
         self._waiter: asyncio.Future[None] | None = None
@@ -131,7 +135,7 @@ class Stream:
         request_id = output.request_id
         if output.finish_reason is not None:
             tracked = self._open.pop(request_id, None)
-            if tracked is not None and tracked.add.params.stop and output.finish_reason != "error":
+            if tracked is not None and tracked.undecided(output.finish_reason):
                 self._undecided[request_id] = tracked
         self._pending.setdefault(request_id, []).append(output)
         if self._waiter is not None and not self._waiter.done():
@@ -273,7 +277,7 @@ class AsyncEngine:
         if output.finish_reason is not None:
             del self._requests[output.request_id]
             tracked.ended, tracked.reason = now, output.finish_reason
-            if not tracked.add.params.stop or output.finish_reason == "error":
+            if not tracked.undecided(output.finish_reason):
                 self._observe_end(tracked, output.finish_reason)
         tracked.stream.push(output)
 

@@ -84,7 +84,7 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=2,
         )
-        spec = json.dumps({"factory": factory, "options": dict(options), **addresses})
+        spec = json.dumps({"factory": factory, "options": dict(options), "folder": str(self._folder), **addresses})
         assert self._process.stdin is not None
         # A child that dies at once is reported by `wait_ready`.
         with contextlib.suppress(BrokenPipeError):
@@ -219,6 +219,8 @@ def main() -> int:
     inbox.close(linger=0)
     # What was sent last still has to leave.
     context.destroy(linger=LAST_WORDS_MS)
+    # A parent that was killed could not do this.
+    shutil.rmtree(spec["folder"], ignore_errors=True)
     return 0 if dead is None else 2 if dead.refused else 1
 
 

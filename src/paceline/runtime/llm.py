@@ -20,7 +20,7 @@ from paceline.core.scheduler import Scheduler
 from paceline.engine.rank import Rank
 from paceline.execution.runner import ModelExecutor
 from paceline.models.registry import load_model
-from paceline.models.spec import LoadedModel
+from paceline.models.spec import LoadedModel, resolve_dtype
 from paceline.models.tokenizer import Message
 from paceline.runtime.detokenizer import Detokenizer
 from paceline.runtime.options import engine_config, speculation_config
@@ -82,6 +82,8 @@ class LLM:
         require(tensor_parallel_size == 1, "tensor_parallel_size", f"only 1 is supported, got {tensor_parallel_size}")
         speculation = speculation_config(speculative_config)
         loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype)
+        stored = loaded.model.dtype
+        require(resolve_dtype(dtype, stored) == stored, "dtype", f"the model was loaded as {stored}, not {dtype}")
         self.model = loaded
         self.tokenizer = loaded.tokenizer
         self.config = engine_config(

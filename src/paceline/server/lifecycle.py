@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -79,7 +80,8 @@ async def _serve(
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(LAST_EVENTS_S),
+        # What a slow reader has not taken yet is still delivered, within the same limit.
+        timeout_graceful_shutdown=None if options.shutdown_timeout_s is None else math.ceil(options.shutdown_timeout_s),
         backlog=BACKLOG,
     )
     server = DrainingServer(config, state, options.shutdown_timeout_s, say)
@@ -133,6 +135,7 @@ class DrainingServer(uvicorn.Server):
         """A signal came; called between two instructions of the main thread."""
         if self._state.draining:
             self._hurry = True
+            self.force_exit = self.should_exit
             return
         self._state.draining = True
         self._loop.call_soon_threadsafe(self._begin_drain)
@@ -153,6 +156,7 @@ class DrainingServer(uvicorn.Server):
             ends = time.monotonic() + LAST_EVENTS_S
             while self._state.in_flight and time.monotonic() < ends:
                 await asyncio.sleep(DRAIN_POLL_S)
+            self.force_exit = bool(self._state.in_flight)
         self.should_exit = True
 
 

@@ -174,9 +174,7 @@ class KVManager:
             return True
         return self._grow_groups(request, slots, updates, states_from)
 
-    def _grow_groups(
-        self, request: Request, slots: int, updates: list[BlockUpdate] | None, states_from: int
-    ) -> bool:
+    def _grow_groups(self, request: Request, slots: int, updates: list[BlockUpdate] | None, states_from: int) -> bool:
         self._drop_dead(request)
         total = self.blocks_for(slots)
         first_state = (states_from - 1) // self.block_size
