@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -39,22 +40,34 @@ def validate_result(plan: StepPlan, result: StepResult, num_speculative_tokens: 
     if errors and not all(0 <= i < count for i in errors):
         raise InvalidResult(f"errors for rows {sorted(errors)} of {count}")
     nexts = result.next_drafts or repeat(NOTHING)
-    for row, tokens, drafts in zip(rows, sampled, nexts, strict=False):
-        k = len(tokens)
-        verified = row.drafts
-        if not (
-            (k == 1 or (1 < k <= len(verified) + 1 and tokens[:-1] == verified[: k - 1]))
-            and row.samples
-            and min(tokens) >= 0
-            and len(drafts) <= num_speculative_tokens
-            and (not drafts or min(drafts) >= 0)
-            and not errors
-        ):
-            break
-    else:
+    if not errors and _valid_at_a_glance(rows, sampled, nexts, num_speculative_tokens):
         return
     for i, (row, tokens, drafts) in enumerate(zip(rows, sampled, nexts, strict=False)):
         _validate_row(i, row, tokens, drafts, num_speculative_tokens, bool(errors and i in errors))
+
+
+def _valid_at_a_glance(
+    rows: Iterable[Row],
+    sampled: Iterable[tuple[int, ...]],
+    nexts: Iterable[tuple[int, ...]],
+    num_speculative_tokens: int,
+) -> bool:
+    """Whether every row samples and is in order: True for almost every step, False asks `_validate_row`.
+
+    Placeholders come last, so the last accepted draft tells for all of them.
+    """
+    for row, tokens, drafts in zip(rows, sampled, nexts, strict=False):
+        k = len(tokens)
+        if k == 1:
+            if not row.samples:
+                return False
+        else:
+            verified = row.drafts
+            if not 1 < k <= len(verified) + 1 or tokens[:-1] != verified[: k - 1] or verified[k - 2] < 0:
+                return False
+        if tokens[-1] < 0 or len(drafts) > num_speculative_tokens or (drafts and min(drafts) < 0):
+            return False
+    return True
 
 
 def _validate_row(

@@ -164,13 +164,15 @@ class Request:
 
     ``computed``: tokens whose KV is in the cache or being written by the step in flight. ``num_tokens``: prompt
     and output. ``max_total``: the token count at which it ends. ``drafts``: proposals to verify next.
+
     ``tables``: one block table per cache group. ``capacity``: tokens that every table can hold. ``hashed``: full
     blocks already in the prefix index; ``hash_at``: the token count that fills the next one. ``clear_until``: a
-    decode row that starts before this needs neither a block nor a hash. ``fences``:
-    transfers that still read its blocks, until ``fence_deadline`` at most. ``generation``: names its transfers, counted up at each preemption and at the
-    end of each load.
-    ``ask``: whether the connector may still be asked. ``bad_from``: first block of a load known to be bad.
-    ``local_tokens``: what the prefix cache provided when it last left the queue or began to load.
+    decode row that starts before this needs neither a block nor a hash. ``local_tokens``: what the prefix cache
+    provided when it last left the queue or began to load.
+
+    ``fences``: transfers that still read its blocks, until ``fence_deadline`` at most. ``generation``: names its
+    transfers, counted up at each preemption and at the end of each load. ``ask``: whether the connector may still
+    be asked. ``bad_from``: first block of a load known to be bad.
     """
 
     __slots__ = (

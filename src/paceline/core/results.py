@@ -20,24 +20,36 @@ from numpy.typing import NDArray
 from paceline.core.config import require
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.5, 99.9)
-METRICS = ("ttft", "tpot", "itl", "e2el")
+METRICS = {
+    "ttft": "ttft",
+    "tpot": "tpot",
+    "itl": "itl",
+    "e2el": "e2el",
+    "client_queue_time": "queue",
+    "e2el_including_client_queue": "e2el_with_queue",
+}
+"""Latencies by their names in a result file -> the field of `Summary`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
     """What a client saw of one request; times in seconds on any one clock.
 
-    ``intended_s``: when the workload wanted it sent; ``sent_s``: when it was. ``chunk_s``: arrival of every message
-    with content. ``output_tokens``: in all chunks together. ``chunk_tokens``: per chunk, where known. ``error``: set
-    if the request failed, also when its stream ended in an error or without its end mark.
+    ``intended_s``: when the workload wanted it sent; ``sent_s``: when it was. ``dispatch_delay_s``: the part of the
+    time between for which the client itself was late, after the request was due and its concurrency limit allowed it.
+    ``chunk_s``: arrival of every message with content. ``output_tokens``: in all chunks together. ``chunk_tokens``:
+    per chunk, where known. ``silent_chunks``: how many of the chunks only opened the answer, without any token.
+    ``error``: set if the request failed, also when its stream ended in an error or without its end mark.
     """
 
     prompt_len: int
     intended_s: float
     sent_s: float
+    dispatch_delay_s: float = 0.0
     chunk_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
     chunk_tokens: list[int] | None = None
+    silent_chunks: int = 0
     text: str = ""
     error: str | None = None
 
@@ -63,7 +75,7 @@ class RequestRecord:
     @property
     def queue_s(self) -> float:
         """Wait for the client's concurrency limit."""
-        return self.sent_s - self.intended_s
+        return self.sent_s - self.intended_s - self.dispatch_delay_s
 
     def itls_s(self) -> NDArray[np.float64]:
         """Gaps between successive chunks, shape (chunks - 1,)."""
@@ -130,7 +142,10 @@ class SpeculationCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A run as a whole. ``queue`` and ``e2el_with_queue`` are None where the client had no concurrency limit."""
+    """A run as a whole. ``queue`` and ``e2el_with_queue`` are None where the client had no concurrency limit.
+
+    ``tokens_per_chunk``: mean over the chunks that carry tokens; 0 if there are none.
+    """
 
     duration_s: float
     completed: int
@@ -140,6 +155,7 @@ class Summary:
     good: int | None
     max_output_tokens_per_s: float
     max_concurrent_requests: int
+    tokens_per_chunk: float
     ttft: Latency
     tpot: Latency
     itl: Latency
@@ -174,15 +190,18 @@ def summarise(
     if max_concurrency is not None and not math.isinf(request_rate):
         with_queue = Latency.of([e + q for e, q in zip(e2els, queues, strict=True)], percentiles)
     peak_tokens, peak_requests = _peaks(done)
+    output_tokens = sum(r.output_tokens for r in done)
+    chunks = sum(len(r.chunk_s) - r.silent_chunks for r in done)
     return Summary(
         duration_s=duration_s,
         completed=len(done),
         failed=len(records) - len(done),
         total_input_tokens=sum(r.prompt_len for r in done),
-        total_output_tokens=sum(r.output_tokens for r in done),
+        total_output_tokens=output_tokens,
         good=None if not goodput_slo_ms else sum(_is_good(r, goodput_slo_ms) for r in done),
         max_output_tokens_per_s=peak_tokens,
         max_concurrent_requests=peak_requests,
+        tokens_per_chunk=output_tokens / chunks if chunks else 0.0,
         ttft=Latency.of([r.ttft_s for r in done], percentiles),
         tpot=Latency.of([r.tpot_s for r in done if r.output_tokens > 1], percentiles),
         itl=Latency.of(itls, percentiles),
@@ -197,11 +216,12 @@ def result_json(
     records: Sequence[RequestRecord] = (),
     *,
     speculation: SpeculationCounts | None = None,
-    metrics: Sequence[str] = METRICS,
+    metrics: Sequence[str] = tuple(METRICS),
 ) -> dict[str, Any]:
     """The measured part of a result file, with the keys of ``vllm bench serve --save-result``.
 
-    ``records``: given, the per-request lists of ``--save-detailed`` are included. ``metrics``: which latencies.
+    ``records``: given, the per-request lists of ``--save-detailed`` are included. ``metrics``: which latencies; those
+    of the client's queue are left out where there was none.
     """
     s = summary
     detailed = _detailed(records) if records else {}
@@ -223,12 +243,9 @@ def result_json(
         result.update(speculation.to_json())
     for name in metrics:
         require(name in METRICS, "metrics", f"unknown latency {name!r}, known are {', '.join(METRICS)}")
-        latency: Latency = getattr(s, name)
-        result.update(latency.to_json(name))
-    if s.queue is not None:
-        result.update(s.queue.to_json("client_queue_time"))
-    if s.e2el_with_queue is not None:
-        result.update(s.e2el_with_queue.to_json("e2el_including_client_queue"))
+        latency: Latency | None = getattr(s, METRICS[name])
+        if latency is not None:
+            result.update(latency.to_json(name))
     return result
 
 
@@ -258,8 +275,9 @@ def _is_good(record: RequestRecord, slo_ms: Mapping[str, float]) -> bool:
 def _peaks(done: Sequence[RequestRecord]) -> tuple[float, int]:
     """Output tokens in the busiest second, and requests that touch the busiest second, counted from the first send.
 
-    Tokens, not chunks, are counted where ``chunk_tokens`` is known. A second counts every request that was in flight
-    at any time within it, so the peak can exceed the concurrency limit.
+    Tokens are counted, not chunks; where it is not known how many a chunk had, a request's chunks share them evenly.
+    A second counts every request that was in flight at any time within it, so the peak can exceed the concurrency
+    limit.
     """
     if not done:
         return 0.0, 0
@@ -268,7 +286,8 @@ def _peaks(done: Sequence[RequestRecord]) -> tuple[float, int]:
     tokens, active = np.zeros(seconds), np.zeros(seconds + 1)
     for r in done:
         at = (np.asarray(r.chunk_s) - start).astype(np.int64)
-        np.add.at(tokens, at, 1.0 if r.chunk_tokens is None else np.asarray(r.chunk_tokens, dtype=np.float64))
+        even = r.output_tokens / len(r.chunk_s)
+        np.add.at(tokens, at, even if r.chunk_tokens is None else np.asarray(r.chunk_tokens, dtype=np.float64))
         active[int(r.sent_s - start)] += 1
         active[int(r.chunk_s[-1] - start) + 1] -= 1
     return float(tokens.max()), int(np.cumsum(active).max())

@@ -67,7 +67,7 @@ def serve_all(s: Scheduler, p: Pass) -> None:
         p.budget = budget
         if not serve_running(s, p, request):
             # one that waits for a fence goes to the end of the round: the fenced one behind it must run to its end
-            left = order[i + 1 :] + [request] if p.fenced else order[i:]
+            left = [*order[i + 1 :], request] if p.fenced else order[i:]
             p.unserved = [r for r in left if r.state is RUNNING]
             return
         if p.self_victim and any(r.state is RUNNING for r in order[i + 1 :]):

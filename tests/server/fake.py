@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine without a model, for the process that serves: real scheduler, scripted tokens.
+
+Output token k of a request is its prompt's token k, over and over. A test therefore writes what it wants to read into
+the prompt. Bytes are tokens, so that a character of several bytes is a character of several tokens. Some ids do more.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from paceline.core import plan as plan_module
+from paceline.core.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
+from paceline.core.lockstep import Agreement
+from paceline.core.plan import NewSequence, Row, StepPlan, StepResult
+from paceline.core.scheduler import Scheduler
+from paceline.engine.messages import ModelInfo
+from paceline.engine.rank import Rank
+from paceline.runtime.engine_process import BuiltEngine
+
+FACTORY = f"{__name__}:build"
+SPECIAL = ("<|end|>", "<|turn|>", "<|kill|>", "<|raise|>", "<|poison|>")
+END, TURN, KILL, RAISE, POISON = range(256, 256 + len(SPECIAL))
+"""END ends a request. When one of the last three is the token to sample, the process is killed, the executor raises,
+or the row carries an error."""
+VOCAB = 256 + len(SPECIAL)
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('who is nobody?') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """Token b is byte b."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(256, 512))
+    vocabulary = {chr(b) if b in printable else chr(next(others)): b for b in range(256)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    return tokenizer
+
+
+# Present in engines that report log-probabilities.
+TokenLogprobs: Any = getattr(plan_module, "TokenLogprobs", None)
+
+
+def logprob(token: int) -> float:
+    """The log-probability that every token has wherever it is sampled."""
+    return -1.0 - token / 256
+
+
+def scored(token: int, num_top: int) -> Any:
+    """A token's log-probabilities: it is the second best; the best is the one after it, then come those before it."""
+    likely = [(token + 1, -0.5), (token, logprob(token)), *((token - i, -9.0 - i) for i in range(1, 20))]
+    return TokenLogprobs(token_id=token, logprob=logprob(token), top=tuple(likely[:num_top]), rank=2)
+
+
+@dataclass(slots=True)
+class Script:
+    """What one sequence says. ``num_top``: alternatives to report per token; None: no log-probabilities."""
+
+    ids: list[int]
+    num_top: int | None = None
+
+    def token(self, k: int) -> int:
+        return self.ids[k % len(self.ids)]
+
+
+class ScriptedExecutor:
+    """Computes any plan from the scripts, with drafts that are always right; ``step_s``: how long a step takes."""
+
+    def __init__(self, num_drafts: int, step_s: float) -> None:
+        self._num_drafts = num_drafts
+        self._step_s = step_s
+        self._scripts: dict[int, Script] = {}
+        self._plan: StepPlan | None = None
+
+    def launch(self, plan: StepPlan, agreement: Agreement | None) -> None:
+        for new in plan.first:
+            self._scripts[new.seq] = _script(new)
+        for seq in plan.retired:
+            self._scripts.pop(seq, None)
+        self._plan = plan
+
+    def collect(self) -> StepResult:
+        plan = self._plan
+        assert plan is not None
+        if plan.rows and self._step_s:
+            time.sleep(self._step_s)
+        sampled, drafts, errors = [], [], {}
+        logprobs: list[Any] = []
+        for i, row in enumerate(plan.rows):
+            tokens, proposals = self._row(row)
+            if POISON in tokens:
+                errors[i] = "the row was poisoned"
+                tokens, proposals = (), ()
+            sampled.append(tokens)
+            drafts.append(proposals)
+            num_top = self._scripts[row.seq].num_top
+            logprobs.append(None if num_top is None else tuple(scored(token, num_top) for token in tokens))
+        return StepResult(plan.step, sampled, drafts, logprobs if any(logprobs) else None, errors or None)
+
+    def _row(self, row: Row) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if not row.samples:
+            return (), ()
+        script = self._scripts[row.seq]
+        k = row.start + row.n - len(row.drafts) - len(script.ids)
+        tokens = []
+        for draft in (*row.drafts, None):
+            token = script.token(k + len(tokens))
+            if token == KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if token == RAISE:
+                raise RuntimeError("the script says so")
+            tokens.append(token)
+            if draft != token:
+                break
+        after = k + len(tokens)
+        return tuple(tokens), tuple(script.token(after + i) for i in range(self._num_drafts))
+
+
+def _script(new: NewSequence) -> Script:
+    return Script(list(new.source.tokens(0, new.source.length)), getattr(new.params, "logprobs", None))
+
+
+def build(options: dict[str, Any]) -> BuiltEngine:
+    """Options: ``num_drafts``, ``step_s``, ``refuse`` (a complaint) and fields of the scheduler's configuration."""
+    chosen = dict(options)
+    if "refuse" in chosen:
+        raise ValueError(chosen["refuse"])
+    num_drafts, step_s = chosen.pop("num_drafts", 0), chosen.pop("step_s", 0.0)
+    scheduler = SchedulerConfig(**{"max_model_len": 2048, "max_num_seqs": 64, **chosen})
+    speculation = SpeculationConfig(method="ngram" if num_drafts else None, num_speculative_tokens=num_drafts)
+    config = EngineConfig(scheduler=scheduler, speculation=speculation, cache=CacheConfig(num_blocks=8192))
+    return BuiltEngine(
+        Rank(Scheduler(config), ScriptedExecutor(num_drafts, step_s)),
+        ModelInfo(
+            name="fake",
+            tokenizer=byte_tokenizer().to_str(),
+            vocab_size=VOCAB,
+            max_model_len=scheduler.max_model_len,
+            eos_token_ids=(END,),
+            chat_template=TEMPLATE,
+            bos_token=None,
+            eos_token=SPECIAL[0],
+            dtype="none",
+            block_size=config.cache.block_size,
+            num_blocks=config.cache.num_blocks,
+            enable_prefix_caching=True,
+            scheduling_policy=scheduler.policy,
+            num_speculative_tokens=num_drafts,
+        ),
+    )
