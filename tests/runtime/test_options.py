@@ -25,7 +25,6 @@ def test_speculative_config_is_read() -> None:
             "prompt_lookup_max": 4,
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_rates": [0.9, 0.5, 0.1],
-            "disable_eagle_block_drop": True,
             "pad_resumed": "running",
         }
     )
@@ -43,6 +42,10 @@ def test_one_lookup_length_stands_for_both(key: str) -> None:
 @pytest.mark.parametrize(
     ("given", "field"),
     [
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "disable_eagle_block_drop": True},
+            "disable_eagle_block_drop",
+        ),
         (
             {"method": "ngram", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1},
             "draft_tensor_parallel_size",

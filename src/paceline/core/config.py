@@ -112,7 +112,8 @@ class CacheConfig:
 class SpeculationConfig:
     """Speculative decoding, with vLLM's key names plus ``pad_resumed``.
 
-    ``lookahead`` and ``draft_slots`` default to what the method needs (SEMANTICS 1.2).
+    ``lookahead`` (KV slots that the drafter writes ahead) and ``draft_slots`` (token slots that it adds to a row)
+    default to what the method needs. A field that the method has no use for is refused.
     """
 
     method: Method | None = None
@@ -144,6 +145,7 @@ class SpeculationConfig:
             f"must be at least prompt_lookup_min = {self.prompt_lookup_min}",
         )
         self._check_synthetic()
+        self._check_method()
         for name in ("lookahead", "draft_slots"):
             if (value := getattr(self, name)) is not None:
                 require_int(value, 0, f"speculation.{name}")
@@ -164,6 +166,17 @@ class SpeculationConfig:
             require(all(a >= b for a, b in pairwise(rates)), where, "rates must not increase")
         elif length is not None:
             require(1.0 <= length <= K + 1, "speculation.synthetic_acceptance_length", f"must lie in [1, {K + 1}]")
+
+    def _check_method(self) -> None:
+        """Refuse what only another method would honour."""
+        if self.method == "ngram" or self.method is None:
+            require(self.model is None, "speculation.model", f"method {self.method} drafts without a model")
+        if self.method != "ngram":
+            lookup = (self.prompt_lookup_min, self.prompt_lookup_max)
+            require(lookup == (2, 5), "speculation.prompt_lookup_max", "prompt lookup belongs to method ngram")
+        if self.disable_eagle_block_drop:
+            name = "speculation.disable_eagle_block_drop"
+            require(self.method in ("eagle3", "mtp"), name, "only eagle3 and mtp drop the last block of a hit")
 
     @property
     def width(self) -> int:

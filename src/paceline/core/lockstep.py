@@ -71,10 +71,9 @@ def agree(votes: Sequence[Vote], graphs: GraphDispatcher) -> Agreement:
         if v.tokens:
             if v.tokens > most:
                 most = v.tokens
-            if v.mode != FULL or v.width != width:
-                if v.mode != FULL or width or not v.width:
-                    full = False
-                width = v.width
+            if v.mode != FULL or not v.width or (width and v.width != width):
+                full = False
+            width = v.width
             if v.draft_passes > passes:
                 passes = v.draft_passes
         work = work or v.has_work

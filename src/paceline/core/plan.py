@@ -88,6 +88,9 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     ``sampled[i]``: the accepted drafts of row i followed by one token of the model; empty iff the row does not
     sample or carries an error. ``next_drafts[i]``: at most K proposals. ``errors``: row index to message.
     Durations are in seconds.
+
+    The commit may drop tokens (behind a stop, or of a row that read bad KV), so an executor forgets whatever it
+    sampled beyond the start of a sequence's next row.
     """
 
     step: int

@@ -34,7 +34,7 @@ class Client:
         self._queue: deque[Job] = deque()
         self._send = send
         self._done = done
-        self._left = len(jobs)
+        self.left = len(jobs)
 
     def start(self) -> None:
         """Begin the run now: arrival times count from here."""
@@ -59,9 +59,9 @@ class Client:
     def ended(self) -> None:
         """One request of this client has ended, well or not."""
         self._free += 1
-        self._left -= 1
+        self.left -= 1
         self.end_s = self.loop.now
         if self._queue:
             self._dispatch(self._queue.popleft())
-        if not self._left:
+        if not self.left:
             self._done()

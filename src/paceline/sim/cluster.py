@@ -40,7 +40,7 @@ class SimulationStuck(RuntimeError):
 class RunReport:
     """One simulated run. Latencies are per chunk where streams carry several tokens (ITL); shares are 0 to 1.
 
-    Everything but ``busy_rank_steps_total`` is about the measured requests, warm-ups excluded.
+    Everything but ``busy_rank_steps``, which is about speed, is about the measured requests, warm-ups excluded.
     ``full_step_share``: of the group steps with rows, those that replayed a graph. ``misses``: rank-steps that were
     not uniform W, by reason. ``trace_hash`` covers every step's shape and end, and every chunk's time.
     """
@@ -285,7 +285,7 @@ def _simulate(scenario: Scenario, run: int) -> RunReport:
     warmups = client_of(generate_warmups(workload), begin_measured)
     warmups.start()
     cluster.loop.run()
-    if len(marks) != 1 or any(not r.chunk_s and r.error is None for r in measured.records):
+    if len(marks) != 1 or measured.left:
         raise SimulationStuck("the run ended before all of its requests did")
     return _report(scenario, workload.seed, cluster, measured, marks[0])
 
