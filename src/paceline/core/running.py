@@ -44,8 +44,10 @@ def serve_all(s: Scheduler, p: Pass) -> None:
     """
     order = _serving_order(s) if s.unserved else s.running.copy()
     K, width, partial = s.K, s.width, s.partial
-    cost = width + s.slots_per_row
-    budget = p.budget
+    cost, reach = width + s.slots_per_row, width + s.lookahead
+    last_start = s.max_model_len - width - 1
+    budget, updates = p.budget, p.updates
+    grow, hash_planned = s.kv.grow, s.kv.hash_planned
     add_row, add_request = p.rows.append, p.requests.append
     for i, request in enumerate(order):
         start = request.computed
@@ -57,12 +59,18 @@ def serve_all(s: Scheduler, p: Pass) -> None:
                 request.computed = start + width
                 budget -= cost
                 continue
-            if _has_slots(s, p, request):
+            if (
+                request.state is RUNNING
+                and start <= last_start
+                and (start + reach <= request.capacity or grow(request, start + reach, updates))
+            ):
                 add_row(Row(request.seq, start, width, drafts, True))
                 add_request(request)
                 request.computed = start + width
                 budget -= cost
-                s.hash_planned(p, request)
+                if request.num_tokens >= request.hash_at:
+                    p.hashed.append((request, request.hashed))
+                    hash_planned(request, request.num_tokens)
                 continue
         p.budget = budget
         if not serve_running(s, p, request):
@@ -74,13 +82,6 @@ def serve_all(s: Scheduler, p: Pass) -> None:
             s.depart(d.SELF_VICTIM)
         budget = p.budget
     p.budget = budget
-
-
-def _has_slots(s: Scheduler, p: Pass, request: Request) -> bool:
-    """Whether a decode row of full width fits below max_model_len and has its blocks, without preempting anybody."""
-    if request.state is not RUNNING or not width_fits(request.computed, s.width, s.max_model_len):
-        return False
-    return s.kv.grow(request, request.computed + s.width + s.lookahead, p.updates)
 
 
 def serve_running(s: Scheduler, p: Pass, request: Request) -> bool:

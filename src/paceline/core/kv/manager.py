@@ -210,17 +210,23 @@ class KVManager:
 
     def hash_planned(self, request: Request, tokens: int) -> None:
         """Register the full blocks among the first ``tokens`` tokens that are not registered yet."""
-        if not self.caching:
+        full = tokens // self.block_size
+        if not self.caching or full <= request.hashed:
             return
-        full = min(tokens // self.block_size, len(request.tables[0]))
-        if self._one_full:
-            self._hash_full(request, full)
+        if self._one_full:  # its blocks from ``hashed`` on have no hash yet
+            hashes, table, register = request.hashes, request.tables[0], self.pool.index.register
+            if len(hashes) < full:
+                request.block_hashes(full, self.block_size)
+            for i in range(request.hashed, full):
+                register(hashes[i], table[i])
+            request.hashed = full
+            self._settle(request)
             return
         for g, table in enumerate(request.tables):
             for i in range(request.hashed, full):
                 if table[i] != NULL_BLOCK and (self.groups[g].kind != "recurrent" or self._keeps_state(request, i)):
                     self._register(request, i, g)
-        request.hashed = max(request.hashed, full)
+        request.hashed = full
         self._settle(request)
 
     def _keeps_state(self, request: Request, index: int) -> bool:
@@ -235,19 +241,6 @@ class KVManager:
             if self.groups[group].kind == "recurrent":
                 self._planned_now.add(key)
 
-    def _hash_full(self, request: Request, full: int) -> None:
-        """`hash_planned` for a single group of full attention, whose blocks from ``hashed`` on have no hash yet."""
-        first, size = request.hashed, self.block_size
-        if full <= first:
-            return
-        hashes, table, register = request.hashes, request.tables[0], self.pool.index.register
-        if len(hashes) < full:
-            request.block_hashes(full, size)
-        for i in range(first, full):
-            register(hashes[i], table[i])
-        request.hashed = full
-        self._settle(request)
-
     def unhash_from(self, request: Request, first: int) -> list[int]:
         """Drop the hashes of ``request``'s blocks from index ``first`` on; returns those blocks."""
         blocks = [b for table in request.tables for b in table[first : request.hashed] if b != NULL_BLOCK]
@@ -259,7 +252,10 @@ class KVManager:
     def _settle(self, request: Request) -> None:
         """Work out up to which start a decode row of full width needs no block, fills none, and fits."""
         request.hash_at = hash_at = (request.hashed + 1) * self.block_size if self.caching else NEVER
-        request.clear_until = min(hash_at - 1, request.capacity - self._reach + 1, self._last_start + 1)
+        clear = request.capacity - self._reach + 1
+        if hash_at <= clear:
+            clear = hash_at - 1
+        request.clear_until = clear if clear <= self._last_start else self._last_start + 1
 
     def release(self, request: Request) -> None:
         """Take back all blocks of ``request`` (tail first)."""
