@@ -60,7 +60,7 @@ def paceline_process(*args: str, hash_seed: str = "0") -> subprocess.CompletedPr
         (["sim", "show"], "my_cluster.yaml"),
         (["bench"], "bench scheduler"),
         (["bench", "scheduler"], "--running"),
-        (["bench", "sim"], "rank-steps"),
+        (["bench", "sim"], "2, 4 and 6 requests per second"),
         (["demo"], "speculation"),
     ],
 )
@@ -80,6 +80,12 @@ def test_help_teaches(args: list[str], says: str, capsys: pytest.CaptureFixture[
         (["sim", "run", "no_such"], "kimi_k3_dep16"),
         (["sim", "run", "kimi_k3_dep16", "extra"], "extra"),
         (["sim", "run", "kimi_k3_dep16", "--seed", "x"], "--seed"),
+        (["sim", "run", "kimi_k3_dep16", "--seed", "1.5"], "must be an integer"),
+        (["sim", "run", "kimi_k3_dep16", "--set", "seeds=3", "--seed", "1"], "seeds"),
+        (["sim", "run", "kimi_k3_dep16", "--set", "cluster={[1]: 2}"], "cluster: must be a mapping"),
+        (["sim", "run", "kimi_k3_dep16", "--set", "name=2026-13-45", "--set", "cluster=1"], "cluster"),
+        (["sim", "run", "kimi_k3_dep16", "--json", "/no/such/folder/x.json"], "--json"),
+        (["sim", "run", "kimi_k3_dep16", "--out", "/dev/null/out"], "--out"),
         (["sim", "run", "kimi_k3_dep16", "--seed", "-1"], "seeds.base"),
         (["sim", "run", "kimi_k3_dep16", "--set", "cluster.nodes"], "--set"),
         (["sim", "run", "kimi_k3_dep16", "--set", "cluster.nods=1"], "did you mean nodes"),
@@ -89,10 +95,18 @@ def test_help_teaches(args: list[str], says: str, capsys: pytest.CaptureFixture[
         (["sim", "compare", "kimi_k3_dep16", "--vary", "speculation.pad_resumed=never"], "speculation.pad_resumed"),
         (["sim", "compare", "kimi_k3_dep16", "--vary", PAD, "--seeds", "0"], "--seeds"),
         (["sim", "compare", "kimi_k3_dep16", "--vary", PAD, "--jobs", "0"], "--jobs"),
+        (["sim", "compare", "kimi_k3_dep16", "--vary", PAD, "--seeds", "1.5"], "--seeds: must be an integer"),
+        (["sim", "compare", "kimi_k3_dep16", "--vary", PAD, "--jobs", "2.0"], "--jobs: must be an integer"),
+        (["sim", "compare", "kimi_k3_dep16", "--vary", PAD, "--json", "/no/such/folder/x.json"], "--json"),
+        (["sim", "compare", "kimi_k3_dep16", "--vary", PAD, "--out", "/dev/null/out"], "--out"),
         (["sim", "run", "kimi_k3_dep16", "--json", "--seed"], "--json"),
         (["bench", "scheduler", "--running", "1,x"], "--running"),
         (["bench", "scheduler", "--running", "0"], "at least 1"),
         (["bench", "scheduler", "--num-speculative-tokens", "-1"], "--num-speculative-tokens"),
+        (["bench", "scheduler", "--steps", "1.5"], "--steps: must be an integer"),
+        (["bench", "scheduler", "--num-speculative-tokens", "1.5"], "--num-speculative-tokens: must be an integer"),
+        (["bench", "scheduler", "--json", "/no/such/folder/x.json"], "--json"),
+        (["bench", "sim", "--json", "/no/such/folder/x.json"], "--json"),
         (["bench", "sim", "--scenario", "no_such"], "no_such"),
     ],
 )
@@ -109,7 +123,99 @@ def test_an_error_is_one_clear_line_and_status_2(
 
 def test_a_file_that_cannot_be_written_is_an_error_too(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "run", small, "--out", small]) == 2
-    assert small in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--out" in err
+    assert small in err
+
+
+def test_nothing_is_simulated_for_a_target_that_cannot_be_written(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A simulation that would be stuck is refused for its target instead."""
+    never_answer(monkeypatch)
+    out = tmp_path / "out"
+    (out / "results.json").mkdir(parents=True)
+    for command in (["run"], ["compare", "--vary", PAD, "--jobs", "1"]):
+        assert main(["sim", *command, small, "--out", str(out)]) == 2
+        assert "--out: cannot write" in capsys.readouterr().err
+
+
+def test_checking_a_target_leaves_it_as_it_was(small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_answer(monkeypatch)
+    kept, absent = tmp_path / "kept.json", tmp_path / "absent.json"
+    kept.write_text("kept")
+    for target in (kept, absent):
+        assert main(["sim", "run", small, "--json", str(target)]) == 2
+    assert kept.read_text() == "kept"
+    assert not absent.exists()
+
+
+def never_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector that always says "later", so that no request can ever run."""
+
+    def later(self: object, request: object, num_computed: int) -> tuple[None, bool]:
+        return None, False
+
+    monkeypatch.setattr("paceline.sim.cluster.DecodeBenchScheduler.get_num_new_matched_tokens", later)
+
+
+@pytest.mark.parametrize(
+    "args", [["sim", "run"], ["sim", "compare", "--vary", PAD, "--jobs", "1"], ["bench", "sim", "--scenario"]]
+)
+def test_a_stuck_simulation_is_one_line_and_status_2(
+    args: list[str], small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    never_answer(monkeypatch)
+    assert main([*args, small]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("paceline: error: at ")
+    assert "no rank can run its requests" in line
+
+
+def test_a_scenario_file_that_is_not_text_is_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"name: caf\xe9\n")
+    assert main(["sim", "run", str(path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "latin.yaml: is not UTF-8 text" in line
+
+
+def test_json_has_null_where_a_figure_is_not_a_number(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--sweep", "workload.request_rate=.inf", "--jobs", "1", "--json", "-"]
+    assert main(["sim", "compare", small, "--vary", PAD, *args]) == 0
+    out = capsys.readouterr().out
+    assert "Infinity" not in out
+    assert json.loads(out)["cells"][0]["workload.request_rate"] is None
+
+
+def test_prefill_is_warned_of_because_its_tokens_cost_nothing(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["run"], ["compare", "--vary", PAD, "--jobs", "1"]):
+        assert main(["sim", *command, small]) == 0
+        assert "prompt tokens" not in capsys.readouterr().err
+        assert main(["sim", *command, small, "--set", "connector.name=none"]) == 0
+        assert "warning: steps computed prompt tokens" in capsys.readouterr().err
+
+
+def test_warnings_name_the_cells_they_are_about(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--set", "workload.num_prompts=4", "--jobs", "1"]
+    sweep = ["--sweep", "workload.request_rate=10,20"]
+    assert main(["sim", "compare", small, "--vary", "scheduler.max_num_batched_tokens=8,16", *sweep, *few]) == 0
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "max_num_batched_tokens = 8 " in line]
+    assert line.startswith("warning: ")
+    for rate in (10, 20):
+        assert f"workload.request_rate={rate}, scheduler.max_num_batched_tokens=8" in line
+    assert main(["sim", "compare", small, "--vary", PAD, "--set", "scheduler.max_num_batched_tokens=8", *few]) == 0
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert "pad_resumed" not in line
+
+
+def test_compare_shows_what_missed_the_graph(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "compare", small, "--vary", PAD, "--jobs", "1"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "qlen_1_" in line]
+    assert line.split()[0] == "running"
+    assert int(line.split()[-1]) > 0
 
 
 def test_version_and_the_module_entry_point() -> None:
@@ -190,7 +296,10 @@ def test_bench_scheduler_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_bench_sim_json(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "sim", "--scenario", small, "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["request_rate"] for row in rows] == ["2", "4", "6", "all"]
+    assert rows[-1]["busy_rank_steps"] == sum(row["busy_rank_steps"] for row in rows[:-1]) > 0
+    assert "group_steps" not in rows[0]
 
 
 def test_sim_and_help_work_with_torch_blocked(small: str) -> None:

@@ -110,6 +110,13 @@ def test_without_speculation_a_row_is_one_token() -> None:
     assert (spec.width, spec.lookahead_tokens, spec.slots_per_row) == (1, 0, 0)
 
 
+@pytest.mark.parametrize("field", ["lookahead", "draft_slots"])
+def test_what_a_drafter_needs_is_refused_without_a_drafter(field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        SpeculationConfig(**{field: 1})  # type: ignore[arg-type]
+    assert refused.value.field == f"speculation.{field}"
+
+
 @given(
     K=st.integers(0, 6), lookahead=st.integers(0, 8), bs=st.sampled_from([1, 8, 16]), mml=st.integers(17, 100),
     groups=st.integers(1, 3),
@@ -117,6 +124,7 @@ def test_without_speculation_a_row_is_one_token() -> None:
 def test_the_pool_must_hold_the_longest_request_in_every_group(
     K: int, lookahead: int, bs: int, mml: int, groups: int
 ) -> None:
+    lookahead = lookahead if K else 0
     tokens = mml + 1 + K + lookahead
     least = 1 + groups * -(-tokens // bs)
     settings: dict[str, Any] = {

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.execution.rejection import Verification, verify
-from paceline.execution.sampler import Purpose, draw, uniform
+from paceline.execution.sampler import Filters, Purpose, draw, filtered, uniform
 
 VOCABULARY = 5
 
@@ -149,3 +149,25 @@ def test_synthetic_rates_of_one_and_zero_are_certain(drafts: list[int], accept: 
     logits = one_hot(*[1] * (len(drafts) + 1))
     got = run(logits, tuple(drafts), synthetic=(float(accept),) * len(drafts))
     assert got == ((*drafts, 1) if accept else (1,))
+
+
+@pytest.mark.parametrize("filters", [Filters(top_p=0.7), Filters(top_k=2), Filters(min_p=0.4), Filters(0.1, 4, 0.9)])
+@pytest.mark.parametrize("drafts", [(), (2,), (0,)])
+def test_sampled_tokens_follow_the_filtered_distribution(filters: Filters, drafts: tuple[int, ...]) -> None:
+    """With a draft that is likely, with one that the filters may exclude, and without any; mixed with plain rows."""
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(2, VOCABULARY, generator=generator)
+    p = filtered(torch.softmax(logits / 0.8, -1), [filters] * 2)
+    count, width = 4000, len(drafts) + 1
+    rows = [Verification(i * width, drafts, 0.8, i, 0, filters=filters if i % 2 else None) for i in range(2 * count)]
+    many = logits[:width].repeat(2 * count, 1)
+    chosen = verify(many, many.argmax(-1).tolist(), rows)
+    found = Counter(tokens[:1] for tokens in chosen[1::2])
+    assert all(p[0, token] > 0 for (token,) in found)
+    assert chi_square(found, {(a,): float(p[0, a]) for a in range(VOCABULARY)}) < 20.0  # 4 degrees, 1 in 2000
+    plain = Counter(tokens[:1] for tokens in chosen[::2])
+    unfiltered = torch.softmax(logits[0] / 0.8, -1)
+    assert chi_square(plain, {(a,): float(unfiltered[a]) for a in range(VOCABULARY)}) < 20.0
+    if drafts:
+        seconds = Counter(tokens[1:2] for tokens in chosen[1::2] if len(tokens) == 2)
+        assert chi_square(seconds, {(a,): float(p[1, a]) for a in range(VOCABULARY)}) < 20.0

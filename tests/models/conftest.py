@@ -50,7 +50,15 @@ def save_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def reference_model(**changes: Any) -> transformers.LlamaForCausalLM:
+FAMILIES = {
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig),
+    "mistral": (transformers.MistralForCausalLM, transformers.MistralConfig),
+    "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config),
+    "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config),
+}
+
+
+def reference_model(family: str = "llama", **changes: Any) -> transformers.PreTrainedModel:
     settings: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
@@ -67,7 +75,13 @@ def reference_model(**changes: Any) -> transformers.LlamaForCausalLM:
         "initializer_range": 0.3,
     }
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(settings | changes))).eval()
+    model, config = FAMILIES[family]
+    made = model(config(**(settings | changes))).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim == 1:  # biases start as zeros and norms as ones, which a mistake would not show
+                parameter += 0.2 * torch.randn_like(parameter)
+    return made
 
 
 Save = Callable[..., tuple[Path, transformers.LlamaForCausalLM]]

@@ -40,11 +40,11 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def gguf_name(name: str) -> str:
     fixed = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    stem = name.removesuffix(".weight")
+    stem, kind = name.rsplit(".", 1)
     if stem in fixed:
-        return fixed[stem] + ".weight"
+        return f"{fixed[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.weight"
+    return f"blk.{layer}.{NAMES[part]}.{kind}"
 
 
 def write(
@@ -66,9 +66,10 @@ def write(
     writer.add_feed_forward_length(c.intermediate_size)
     writer.add_head_count(c.num_attention_heads)
     writer.add_head_count_kv(c.num_key_value_heads)
-    writer.add_key_length(c.head_dim)
-    writer.add_value_length(c.head_dim)
-    writer.add_rope_dimension_count(c.head_dim)
+    head_dim = getattr(c, "head_dim", c.hidden_size // c.num_attention_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
     alphabet = sorted(ByteLevel.alphabet())
@@ -82,7 +83,7 @@ def write(
         writer.add_uint32(key, value) if isinstance(value, int) else writer.add_string(key, value)
     for name, tensor in model.state_dict().items():
         data = tensor.numpy()
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = c.num_attention_heads if "q_proj" in name else c.num_key_value_heads
             data = interleaved(data, heads)
         if quantise and data.ndim == 2:
@@ -111,6 +112,17 @@ def test_logits_equal_transformers(tmp_path: Path, reference: Reference, logits:
     torch.testing.assert_close(logits(loaded.model, IDS), expected, atol=1e-4, rtol=0)
 
 
+def test_qwen2_logits_equal_transformers(
+    tmp_path: Path, reference: Reference, logits: Callable[..., torch.Tensor]
+) -> None:
+    """Biases, and q and k rows that its converter leaves in order."""
+    model = reference("qwen2", head_dim=8)
+    loaded = load_model(write(tmp_path / "tiny.gguf", model, architecture="qwen2", pre="qwen2"))
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(logits(loaded.model, IDS), expected, atol=1e-4, rtol=0)
+
+
 def test_rope_factors_are_applied(tmp_path: Path, reference: Reference, logits: Callable[..., torch.Tensor]) -> None:
     """Factors that are all equal are linear scaling, which transformers has by that name."""
     model = reference(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0})
@@ -123,8 +135,9 @@ def test_rope_factors_are_applied(tmp_path: Path, reference: Reference, logits: 
 
 def test_quantised_weights_are_dequantised(tmp_path: Path, reference: Reference) -> None:
     model = reference(hidden_size=64, num_attention_heads=4, intermediate_size=96)
-    loaded = load_model(write(tmp_path / "tiny.gguf", model, quantise=True))
+    loaded = load_model(write(tmp_path / "tiny.gguf", model, quantise=True), "float32")
     assert loaded.model.dtype == torch.float32
+    assert loaded.model.quantization is None
     stored = model.state_dict()["model.layers.1.mlp.down_proj.weight"]
     step = stored.abs().amax() / 127
     assert 0 < (loaded.model.layers[1].down - stored).abs().max() <= step
@@ -152,3 +165,33 @@ def test_what_is_not_supported_is_refused_by_name(
     path = write(tmp_path / "tiny.gguf", reference(), **changes)
     with pytest.raises(UnsupportedModel, match=named):
         load_model(path)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 200, 20_000, -100], ids=str)
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, reference: Reference, keep: int) -> None:
+    path = write(tmp_path / "tiny.gguf", reference())
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(UnsupportedModel, match=r"tiny\.gguf"):
+        load_model(path)
+
+
+def test_quantised_weights_become_int8_unless_told_otherwise(
+    tmp_path: Path, reference: Reference, logits: Callable[..., torch.Tensor]
+) -> None:
+    model = reference(hidden_size=64, num_attention_heads=4, intermediate_size=96)
+    path = write(tmp_path / "tiny.gguf", model, quantise=True)
+    exact = logits(load_model(path, quantization="none").model, IDS)
+    for options in ({}, {"quantization": "int8"}):
+        loaded = load_model(path, **options).model
+        assert (loaded.quantization, loaded.dtype) == ("int8", torch.bfloat16)
+        assert 0 < (logits(loaded, IDS) - exact).std() / exact.std() < 0.15
+    for options in ({"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "none"}):
+        assert load_model(path, **options).model.quantization is None
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int4"}, {"quantization": "int8", "dtype": "float32"}])
+def test_a_quantization_that_cannot_be_honoured_is_refused(
+    tmp_path: Path, reference: Reference, options: dict[str, str]
+) -> None:
+    with pytest.raises(ValueError, match="quantization"):
+        load_model(write(tmp_path / "tiny.gguf", reference()), **options)

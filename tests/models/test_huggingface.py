@@ -46,8 +46,24 @@ def edit(folder: Path, file: str = "config.json", **changes: Any) -> None:
         {"rope_parameters": LLAMA3},
         {"rope_parameters": LINEAR},
         {"shard_size": "60KB"},
+        {"family": "mistral", "sliding_window": None},
+        {"family": "qwen2", "head_dim": 8},
+        {"family": "qwen3"},
+        {"family": "qwen3", "tie_word_embeddings": True, "head_dim": 32},
     ],
-    ids=["untied", "tied", "no-gqa", "head-dim", "llama3", "linear", "sharded"],
+    ids=[
+        "untied",
+        "tied",
+        "no-gqa",
+        "head-dim",
+        "llama3",
+        "linear",
+        "sharded",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3-tied",
+    ],
 )
 def test_logits_equal_transformers(save: Save, logits: Callable[..., torch.Tensor], changes: dict[str, Any]) -> None:
     folder, reference = save(**changes)
@@ -73,12 +89,61 @@ def test_one_token_gives_the_same_logits_as_the_first_of_many(save: Save, logits
         (torch.bfloat16, "float32", torch.float32),
     ],
 )
-def test_dtype(save: Save, stored: torch.dtype, wanted: str, got: torch.dtype) -> None:
-    folder, _ = save()
+def test_dtype(
+    save: Save, logits: Callable[..., torch.Tensor], stored: torch.dtype, wanted: str, got: torch.dtype
+) -> None:
+    folder, reference = save()
     path = folder / "model.safetensors"
     save_file({name: tensor.to(stored) for name, tensor in load_file(path).items()}, path)
     model = load_model(folder, wanted).model
-    assert model.dtype == model.embedding.dtype == model.layers[0].qkv.dtype == got
+    assert (model.dtype, model.quantization) == (got, None)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([IDS])).logits[0]
+    assert (logits(model, IDS) - expected).std() / expected.std() < 0.05
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("options", "off"), [({"dtype": "bfloat16"}, 0.06), ({"quantization": "int8"}, 0.15)])
+def test_the_fused_path_is_close_to_transformers(
+    save: Save, logits: Callable[..., torch.Tensor], family: str, options: dict[str, str], off: float
+) -> None:
+    folder, reference = save(family=family, head_dim=8)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([IDS])).logits[0]
+    got = logits(load_model(folder, **options).model, IDS)
+    assert 0 < (got - expected).std() / expected.std() < off
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_greedy_tokens_equal_transformers(save: Save, logits: Callable[..., torch.Tensor], family: str) -> None:
+    folder, reference = save(family=family, head_dim=8)
+    model = load_model(folder, "float32").model
+    ids = IDS[:20]
+    for _ in range(16):
+        ids = [*ids, int(logits(model, ids)[-1].argmax())]
+    expected = reference.generate(torch.tensor([IDS[:20]]), max_new_tokens=16, do_sample=False, eos_token_id=None)
+    assert ids == expected[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "context"),
+    [
+        ({"family": "mistral", "sliding_window": 48}, 48),
+        ({"family": "mistral", "sliding_window": 4096}, 512),
+        ({"family": "qwen2", "head_dim": 8, "sliding_window": 48}, 512),
+        ({"family": "qwen2", "head_dim": 8, "sliding_window": 48, "use_sliding_window": True}, 48),
+    ],
+)
+def test_a_sliding_window_bounds_the_context(
+    save: Save, logits: Callable[..., torch.Tensor], changes: dict[str, Any], context: int
+) -> None:
+    """Up to its length, attention with a window is plain attention; beyond it, requests are refused."""
+    folder, reference = save(**changes)
+    model = load_model(folder, "float32").model
+    assert model.config.max_position == context
+    ids = IDS[: min(context, len(IDS))]
+    with torch.inference_mode():
+        torch.testing.assert_close(logits(model, ids), reference(torch.tensor([ids])).logits[0], atol=1e-4, rtol=0)
 
 
 def test_unknown_dtype_is_refused(save: Save) -> None:

@@ -53,6 +53,12 @@ def test_one_lookup_length_stands_for_both(key: str) -> None:
         ({"method": "eagle3", "num_speculative_tokens": 2}, "speculative_config.method"),
         ({"num_speculative_tokens": 2}, "speculative_config.method"),
         ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "speculative_config.model"),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "speculative_config.model"),
+        ({"method": "draft_model", "num_speculative_tokens": 2, "model": 3}, "speculative_config.model"),
+        (
+            {"method": "draft_model", "num_speculative_tokens": 2, "model": "x", "prompt_lookup_max": 3},
+            "prompt_lookup_max",
+        ),
         ({"method": "ngram"}, "num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": 2, "pad_resumed": "always"}, "pad_resumed"),
         (

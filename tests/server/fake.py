@@ -16,10 +16,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from paceline.core import plan as plan_module
 from paceline.core.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from paceline.core.lockstep import Agreement
-from paceline.core.plan import NewSequence, Row, StepPlan, StepResult
+from paceline.core.plan import NewSequence, Row, StepPlan, StepResult, TokenLogprobs
 from paceline.core.scheduler import Scheduler
 from paceline.engine.messages import ModelInfo
 from paceline.engine.rank import Rank
@@ -49,16 +48,12 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-# Present in engines that report log-probabilities.
-TokenLogprobs: Any = getattr(plan_module, "TokenLogprobs", None)
-
-
 def logprob(token: int) -> float:
     """The log-probability that every token has wherever it is sampled."""
     return -1.0 - token / 256
 
 
-def scored(token: int, num_top: int) -> Any:
+def scored(token: int, num_top: int) -> TokenLogprobs:
     """A token's log-probabilities: it is the second best; the best is the one after it, then come those before it."""
     likely = [(token + 1, -0.5), (token, logprob(token)), *((token - i, -9.0 - i) for i in range(1, 20))]
     return TokenLogprobs(token_id=token, logprob=logprob(token), top=tuple(likely[:num_top]), rank=2)
@@ -97,7 +92,7 @@ class ScriptedExecutor:
         if plan.rows and self._step_s:
             time.sleep(self._step_s)
         sampled, drafts, errors = [], [], {}
-        logprobs: list[Any] = []
+        logprobs: list[tuple[TokenLogprobs, ...] | None] = []
         for i, row in enumerate(plan.rows):
             tokens, proposals = self._row(row)
             if POISON in tokens:
@@ -129,7 +124,7 @@ class ScriptedExecutor:
 
 
 def _script(new: NewSequence) -> Script:
-    return Script(list(new.source.tokens(0, new.source.length)), getattr(new.params, "logprobs", None))
+    return Script(list(new.source.tokens(0, new.source.length)), new.params.logprobs)
 
 
 def build(options: dict[str, Any]) -> BuiltEngine:

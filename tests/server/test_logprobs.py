@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.core.request import SamplingParams
-from tests.server.fake import TokenLogprobs, logprob
+from tests.server.fake import logprob
 from tests.server.harness import Server
 
-pytestmark = pytest.mark.skipif(
-    TokenLogprobs is None or "logprobs" not in SamplingParams.__struct_fields__,
-    reason="this engine reports no log-probabilities",
-)
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 SERVERS = pytest.mark.parametrize("kind", ["server", "drafting"])

@@ -19,7 +19,8 @@ from rich.table import Table
 from paceline.core.config import ConfigError
 from paceline.sim import report
 from paceline.sim.cluster import RunReport
-from paceline.sim.compare import Comparison, Simulate, compare, lookup, parse_settings, split_branches
+from paceline.sim.compare import Comparison, Simulate, compare, lookup, parse_settings, points, split_branches
+from paceline.sim.fields import set_path
 from paceline.sim.scenario import Scenario, load, load_raw
 
 KIMI = "kimi_k3_dep16"
@@ -127,6 +128,8 @@ def test_a_bad_value_is_refused_before_anything_runs() -> None:
             compare(load_raw(KIMI), parse_settings(text, "--vary"), RATES, simulate=never)
     with pytest.raises(ConfigError, match="--seeds"):
         run_kimi(seeds=0, simulate=never)
+    with pytest.raises(ConfigError, match="run 1 would have the seed"):
+        compare(set_path(load_raw(KIMI), "seeds.stride", 2**32), PAD, None, seeds=2, jobs=2, simulate=never)
     with pytest.raises(ConfigError, match="--sweep"):
         compare(load_raw(KIMI), PAD, PAD, simulate=never)
 
@@ -173,11 +176,12 @@ def test_the_table_of_runs_names_the_extreme_seeds() -> None:
     assert "60.0 (305)" in row
     assert "240.0 (1305)" in row
     assert "479 to 480" in row
+    assert row.strip().endswith(f"qlen_1_resumed {sorted(s % 7 for s in (305, 1305, 2305))[1]}")
 
 
 def test_many_variants_and_words_on_the_axis_can_be_drawn(tmp_path: Path) -> None:
     vary = parse_settings("speculation.pad_resumed=off,running,resumed", "--vary")
-    sweep = parse_settings("graphs.mode=FULL_DECODE_ONLY,NONE", "--sweep")
+    sweep = parse_settings("scheduler.policy=fcfs,priority", "--sweep")
     got = compare(load_raw(KIMI), vary, sweep, simulate=formula)
     report.save_chart(got, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
@@ -195,6 +199,33 @@ def test_saved_files(tmp_path: Path) -> None:
     assert ET.fromstring(svg).tag.endswith("svg")
     report.save_chart(got, tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == svg
+
+
+def test_what_json_cannot_say_is_null_in_saved_files(tmp_path: Path) -> None:
+    def nothing(scenario: Scenario, run: int) -> RunReport:
+        return make_report(scenario.seed(run), math.nan, 0.0, completed=0)
+
+    written = report.save_comparison(run_kimi(seeds=1, simulate=nothing), tmp_path)[0].read_text()
+    assert "NaN" not in written
+    assert "Infinity" not in written
+    data = json.loads(written)
+    assert data["mean_abs_log_error"] is None
+    assert data["runs"][0]["p50_itl_ms"] is None
+
+
+def test_the_points_of_a_comparison_are_its_cells() -> None:
+    found = points(load_raw(KIMI), PAD, RATES)
+    assert [(p.at and p.at.value, p.scenario.speculation.pad_resumed) for p in found] == [
+        (2, "running"), (2, "resumed"), (5, "running"), (5, "resumed")
+    ]  # fmt: skip
+    assert [p.scenario.workload.request_rate for p in found] == [2, 2, 5, 5]
+
+
+def test_the_error_of_a_cell_has_no_sign() -> None:
+    below, above = run_kimi().cells[:2]
+    assert below.abs_log_error("p99_itl_ms") == pytest.approx(math.log(250.68 / 60))
+    assert above.abs_log_error("p99_itl_ms") == pytest.approx(math.log(60 / 41.52))
+    assert below.abs_log_error("p50_ttft_ms") is None
 
 
 def test_lookup_names_the_missing_field() -> None:

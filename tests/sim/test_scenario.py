@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from paceline.core.config import ConfigError
-from paceline.sim.fields import parse_value
-from paceline.sim.scenario import Scenario, load, load_raw, override, scenario_from, shipped, to_plain, with_seed
+from paceline.sim.cluster import simulate
+from paceline.sim.fields import parse_value, set_path
+from paceline.sim.scenario import Cost, Scenario, load, load_raw, scenario_from, shipped, to_plain, with_seed
 
 KIMI = "kimi_k3_dep16"
 
@@ -62,18 +63,21 @@ def test_defaults_make_a_small_cluster() -> None:
     assert s.cluster.ranks == 1
 
 
-def test_override_copies_and_may_set_null() -> None:
+def test_set_path_copies_and_may_set_null() -> None:
     raw = load_raw(KIMI)
     before = yaml.safe_dump(raw)
-    assert override(raw, "workload.max_concurrency", None)["workload"]["max_concurrency"] is None
+    assert set_path(raw, "workload.max_concurrency", None)["workload"]["max_concurrency"] is None
     assert load(KIMI, {"workload.max_concurrency": None}).workload.max_concurrency is None
-    assert override({}, "a.b.c", 1) == {"a": {"b": {"c": 1}}}
+    assert set_path({}, "a.b.c", 1) == {"a": {"b": {"c": 1}}}
     assert yaml.safe_dump(raw) == before
 
 
 @pytest.mark.parametrize("value", ["off", False, parse_value("off")])
 def test_a_bare_off_is_the_word(value: object) -> None:
     assert load(KIMI, {"speculation.pad_resumed": value}).speculation.pad_resumed == "off"
+
+
+CELL = {"at": 2, "variant": "running", "p50_itl_ms": 3}
 
 
 @pytest.mark.parametrize(
@@ -122,11 +126,34 @@ def test_a_bare_off_is_the_word(value: object) -> None:
         ("cost.jitter", ".nan", "cost.jitter", "must be a number"),
         ("cost.eager_step_ms", "inf", "cost.eager_step_ms", "finite"),
         ("network.request_ms", -1, "network.request_ms", "at least 0"),
-        ("snapshot_ms", 0, "snapshot_ms", "above 0"),
+        ("snapshot_ms", 0.5, "snapshot_ms", "at least 1"),
+        ("snapshot_ms", "inf", "snapshot_ms", "finite"),
+        ("cost.eager_step_ms", 2e6, "cost.eager_step_ms", "at most 1,000,000"),
+        ("cost.per_group_row_ms", 1e300, "cost.per_group_row_ms", "at most 1,000,000"),
+        ("cost.jitter", 1000, "cost.jitter", "at most 100"),
+        ("cost.jitter", 10**400, "cost.jitter", "must be a number"),
+        ("network.response_ms", 1e300, "network.response_ms", "at most 1,000,000"),
+        ("graphs.mode", "NONE", "graphs.capture_sizes", "nothing is captured"),
+        ("workload.ignore_eos", False, "workload.ignore_eos", "no end-of-sequence token"),
+        ("connector", {"name": "none", "fill_mean": 0.5}, "connector.fill_mean", "DecodeBenchConnector"),
+        ("connector", {"name": "none", "fill_std": 0.5}, "connector.fill_std", "DecodeBenchConnector"),
+        (
+            "speculation",
+            {"method": "eagle3", "num_speculative_tokens": 3},
+            "speculation.rejection_sample_method",
+            "no model to verify",
+        ),
+        ("cache.groups", [{}, {"kind": "full", "sliding_window": 3}], "cache.groups[1].sliding_window", "window"),
+        ("cache.groups", [{}, {"kind": "sliding"}], "cache.groups[1].sliding_window", "at least 1"),
         ("name", "", "name", "empty"),
-        ("observed.cells", [{"at": 2, "variant": "running"}], "observed.cells", "at least one of"),
+        ("observed.cells", [{"at": 2, "variant": "running"}], "observed.cells[0]", "at least one of"),
         ("observed.cells", [{"variant": "running", "p50_itl_ms": 3}], "observed.cells[0].at", "is needed"),
-        ("observed.cells", [{"at": 2, "variant": "x", "p50_itl_ms": 0}], "observed.cells.p50_itl_ms", "above 0"),
+        ("observed.cells", [{"at": 2, "variant": "x", "p50_itl_ms": 0}], "observed.cells[0].p50_itl_ms", "above 0"),
+        ("observed.cells", [], "observed.cells", "must not be empty"),
+        ("observed.cells", [CELL, {**CELL, "at": 3}, CELL], "observed.cells[2]", "repeats observed.cells[0]"),
+        ("observed.vary", "speculation.pad", "observed.vary", "not a field"),
+        ("observed.vary", "scheduler.policy.x", "observed.vary", "not a field"),
+        ("observed.sweep", "engine", "observed.sweep", "not a field"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_dotted_name(key: str, value: object, field: str, says: str) -> None:
@@ -144,6 +171,9 @@ def test_what_cannot_be_is_refused_by_its_dotted_name(key: str, value: object, f
         ("- a\n", "must be a mapping"),
         ("{}\n", "name: is needed"),
         ("name: a\n3: b\n", "must be a mapping of field names"),
+        ("name: a\ncluster: {[1]: 2}\n", "cannot be a key"),
+        ("name: 2026-13-45\n", "not valid YAML"),
+        ("name: " + "[" * 3000 + "\n", "not valid YAML"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
@@ -153,6 +183,41 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
         load(str(path))
 
 
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(b"name: caf\xe9\n")
+    with pytest.raises(ConfigError, match="not UTF-8 text") as error:
+        load(str(path))
+    assert error.value.field == str(path)
+
+
+def test_a_seed_needs_a_mapping_of_seeds() -> None:
+    with pytest.raises(ConfigError, match="seeds: has no field 'base'"):
+        with_seed({"name": "a", "seeds": 3}, 1)
+    assert scenario_from(with_seed({"name": "a", "seeds": None}, 7)).seed(0) == 7
+
+
+def test_an_eager_step_costs_the_base_unless_said_otherwise() -> None:
+    assert Cost(step_base_ms=7.0).eager_step_ms == 7.0
+    assert Cost(step_base_ms=7.0, eager_step_ms=9.0).eager_step_ms == 9.0
+    given = scenario_from({"name": "a", "cost": {"step_base_ms": 7, "eager_step_ms": None}})
+    assert given.cost.eager_step_ms == 7.0
+    assert scenario_from(to_plain(given)) == given
+
+
+def test_without_graphs_the_base_is_what_a_step_costs() -> None:
+    raw = {
+        "name": "alone",
+        "connector": {"name": "DecodeBenchConnector"},
+        "workload": {"input_len": 100, "output_len": 20, "num_prompts": 1},
+        "cost": {"per_busiest_row_ms": 2},
+    }
+    for base in (10.0, 30.0):
+        report = simulate(scenario_from(set_path(raw, "cost.step_base_ms", base)))
+        assert report.full_step_share == 0.0
+        assert report.p50_itl_ms == pytest.approx(base + 2)
+
+
 def test_an_unknown_name_lists_the_shipped_ones() -> None:
     with pytest.raises(ConfigError, match=KIMI):
         load("no_such_scenario")
@@ -160,7 +225,17 @@ def test_an_unknown_name_lists_the_shipped_ones() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("12", 12), ("null", None), ("true", True), ("[1, 2]", [1, 2]), ("running", "running"), ("[", "["), ("", None)],
+    [
+        ("12", 12),
+        ("null", None),
+        ("true", True),
+        ("[1, 2]", [1, 2]),
+        ("running", "running"),
+        ("[", "["),
+        ("{[1]: 2}", "{[1]: 2}"),
+        ("2026-13-45", "2026-13-45"),
+        ("", None),
+    ],
 )
 def test_values_on_a_command_line_are_yaml(text: str, value: Any) -> None:
     assert parse_value(text) == value

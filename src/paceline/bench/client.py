@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -12,7 +13,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from paceline.bench.streams import AnswerReader, StreamFailed, error_text, shortened
+from paceline.bench.streams import AnswerReader, error_text, shortened
 from paceline.core.results import RequestRecord
 
 REQUEST_TIMEOUT_S = 6 * 3600.0
@@ -67,29 +68,24 @@ class Client:
         reader = AnswerReader(record)
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         failure: str | None = None
-        record.sent_s = now = clock()
+        record.sent_s = clock()
         try:
             async with self._session.post(self._url, data=body, timeout=timeout) as response:
                 if response.status != 200:
                     record.error = f"HTTP {response.status}: {error_text(await response.read())}"
                     return
                 async for data in response.content.iter_any():
-                    now = clock()
-                    reader.feed(data, now)
-                    if reader.done:
+                    reader.feed(data, clock())
+                    if reader.over:
                         await _drain(response)
                         break
-        except StreamFailed as error:
-            failure = str(error)
         except TimeoutError:
             failure = f"no end of the answer within {REQUEST_TIMEOUT_S:.0f} s"
+        except aiohttp.ClientConnectorError as error:
+            failure = f"no connection: {_reason(error)}"
         except (aiohttp.ClientError, OSError) as error:
             failure = f"connection lost: {_reason(error)}"
-        try:
-            reader.end(now)
-        except StreamFailed as error:
-            failure = failure or str(error)
-        record.error = failure
+        reader.end(failure)
 
     async def get(self, path: str, timeout_s: float = SMALL_TIMEOUT_S) -> bytes:
         """The body of a successful GET.
@@ -159,4 +155,6 @@ def _model_names(body: bytes) -> list[str]:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno)
     return shortened(str(error)) or type(error).__name__

@@ -52,9 +52,7 @@ async def run_load(
         gc.unfreeze()
 
 
-async def _run(
-    requests: Sequence[Outgoing], send: Send, max_concurrency: int | None, progress: Progress | None
-) -> Run:
+async def _run(requests: Sequence[Outgoing], send: Send, max_concurrency: int | None, progress: Progress | None) -> Run:
     # When each free place became free.
     places: asyncio.Queue[float] = asyncio.Queue()
     for _ in range(len(requests) if max_concurrency is None else max_concurrency):
@@ -75,7 +73,7 @@ async def _run(
     async with asyncio.TaskGroup() as tasks:
         for request in requests:
             due = start + request.arrival_s
-            if (early := due - clock()) > 0:
+            while (early := due - clock()) > 0:  # a timer may fire up to a millisecond early
                 await asyncio.sleep(early)
             allowed = max(due, await places.get())
             record = RequestRecord(prompt_len=request.prompt_len, intended_s=due, sent_s=due)

@@ -10,13 +10,15 @@ from paceline.sim.cluster import simulate
 from paceline.sim.scenario import load
 
 RATES = (2, 4, 6)
+"""Requests per second."""
 REPEATS = 3
 
 
 def run(scenario: str = "kimi_k3_dep16") -> dict[str, Any]:
-    """Busy rank-steps (a rank with at least one row) per second at several request rates, metrics on; best of three.
+    """Busy rank-steps (a rank with at least one row) per second at `RATES`, metrics on; best of three.
 
-    The last row is all rates together.
+    Steps and seconds are those of whole runs, warm-ups included. The last row is all rates together. Raises
+    `ConfigError` for a scenario that cannot be, `SimulationStuck` for one that cannot end.
     """
     rows = []
     steps, seconds = 0, 0.0
@@ -28,18 +30,17 @@ def run(scenario: str = "kimi_k3_dep16") -> dict[str, Any]:
             began = time.perf_counter()
             report = simulate(loaded, 0)
             best = min(best, time.perf_counter() - began)
-        rows.append(_row(str(rate), report.busy_rank_steps, report.group_steps, best))
+        rows.append(_row(str(rate), report.busy_rank_steps, best))
         steps += report.busy_rank_steps
         seconds += best
-    rows.append(_row("all", steps, 0, seconds))
+    rows.append(_row("all", steps, seconds))
     return {"scenario": scenario, "rows": rows, "busy_rank_steps_per_s": steps / seconds}
 
 
-def _row(rate: str, busy: int, group_steps: int, seconds: float) -> dict[str, Any]:
+def _row(rate: str, busy: int, seconds: float) -> dict[str, Any]:
     return {
         "request_rate": rate,
         "busy_rank_steps": busy,
-        "group_steps": group_steps,
         "wall_s": seconds,
         "busy_rank_steps_per_s": busy / seconds,
     }

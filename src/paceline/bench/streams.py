@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -64,8 +65,8 @@ class EventSplitter:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Data of the events that ``data`` completes.
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Data of the events that ``data`` completes, one after the other.
 
         Raises:
             StreamFailed: an event is named ``error``.
@@ -75,13 +76,13 @@ class EventSplitter:
             # A CR at the very end may be half a line end. JSON has no bare CR, so nothing else is touched.
             rest = rest.replace(b"\r\n", b"\n")
         *events, self._rest = rest.split(b"\n\n")
-        return [found for event in events if (found := _data(event)) is not None]
+        for event in events:
+            if (found := _data(event)) is not None:
+                yield found
 
-    def end(self) -> list[bytes]:
-        """What is left when the stream has ended: the last event, if only its empty line is missing."""
-        rest, self._rest = self._rest.rstrip(b"\r\n"), b""
-        found = _data(rest)
-        return [] if found is None else [found]
+    def end(self) -> bytes:
+        """Data of a last line that lacks its end and the empty line behind it."""
+        return self._rest.removeprefix(b"data:").strip()
 
 
 def _data(event: bytes) -> bytes | None:
@@ -96,15 +97,15 @@ def _data(event: bytes) -> bytes | None:
 
 
 class AnswerReader:
-    """Reads one streamed answer into ``record``: arrival times, text, token counts.
+    """Reads one streamed answer into ``record``: arrival times, text, token counts, and why it failed if it did.
 
     A chunk is a message with choices. Its time is when its bytes arrived, so chunks that arrive together have a gap
     of 0. Tokens are those of the server's usage, else of the chunks' token ids; ``record.output_tokens`` stays 0
-    where neither was sent.
+    where neither was sent. Nothing more is read once the answer is over, by ``[DONE]`` or by a failure.
     """
 
     def __init__(self, record: RequestRecord) -> None:
-        self.done = False
+        self.over = False
         self._record = record
         self._splitter = EventSplitter()
         self._text: list[str] = []
@@ -112,33 +113,25 @@ class AnswerReader:
         self._completion_tokens: int | None = None
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take bytes that arrived at ``now``.
-
-        Raises:
-            StreamFailed: an error event, an aborted answer, or something that is no message.
-        """
-        for event in self._splitter.feed(data):
-            self._take(event, now)
-
-    def end(self, now: float) -> None:
-        """The stream has ended: complete the record.
-
-        Raises:
-            StreamFailed: as `feed`; or nothing, or no ``[DONE]``, was received.
-        """
-        record = self._record
+        """Take bytes that arrived at ``now``."""
         try:
-            for event in self._splitter.end():
+            for event in self._splitter.feed(data):
+                if self.over:
+                    return
                 self._take(event, now)
-        finally:
-            self._complete()
-        if not self.done:
-            raise StreamFailed("the stream ended without [DONE]")
-        if not record.chunk_s:
-            raise StreamFailed("the stream ended without a single chunk")
+        except StreamFailed as error:
+            self.over = True
+            self._record.error = str(error)
 
-    def _complete(self) -> None:
+    def end(self, failure: str | None = None) -> None:
+        """Nothing comes any more, because of ``failure`` if that is given: complete the record."""
         record = self._record
+        if not self.over and self._splitter.end() == DONE:
+            self.over = True
+        if not self.over:
+            record.error = failure or "the stream ended without [DONE]"
+        elif record.error is None and not record.chunk_s:
+            record.error = "the stream ended without a single chunk"
         record.text = "".join(self._text)
         known = [count for count in self._counts if count is not None]
         if len(known) == len(self._counts):
@@ -147,7 +140,7 @@ class AnswerReader:
 
     def _take(self, event: bytes, now: float) -> None:
         if event == DONE:
-            self.done = True
+            self.over = True
             return
         if not event:
             return

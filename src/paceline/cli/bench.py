@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``paceline bench``: what the scheduler costs per row, and how fast the simulator is."""
+"""``paceline bench``: a server under load, what the scheduler costs per row, and how fast the simulator is."""
 
 from __future__ import annotations
 
@@ -9,30 +9,40 @@ from cyclopts import App, Parameter
 from rich import box
 from rich.table import Table
 
-from paceline.cli.output import STDOUT, CommandError, Json, stdout, write_json
+from paceline.cli.output import STDOUT, CommandError, Json, at_least, check_target, integer, stdout, write_json
 
 EXAMPLES = """Examples:
 
+  paceline bench serve --base-url http://127.0.0.1:8000 --random-input-len 128 \\
+      --random-output-len 64 --max-concurrency 8 --num-prompts 32
+  paceline bench serve --request-rate 2 --num-prompts 100 --goodput ttft:500 tpot:50 \\
+      --save-result --save-detailed
   paceline bench scheduler
   paceline bench scheduler --running 1,12,64,256,1024 --num-speculative-tokens 3 --json -
   paceline bench sim"""
 
 app = App(name="bench", help_epilogue=EXAMPLES)
+app.command("paceline.cli.bench_serve:serve", name="serve", help="Send load to a server and measure it.")
 
 
 @app.command
 def scheduler(
     *,
     running: Annotated[str, Parameter(help="Running requests, one measurement each.")] = "1,12,64,256,1024",
-    num_speculative_tokens: Annotated[int, Parameter(help="Drafts a request carries into each step.")] = 3,
-    steps: Annotated[int, Parameter(help="Timed steps; the median counts.")] = 150,
+    num_speculative_tokens: Annotated[
+        int, Parameter(converter=integer, help="Drafts a request carries into each step.")
+    ] = 3,
+    steps: Annotated[int, Parameter(converter=integer, help="Timed steps; the median counts.")] = 150,
     json: Json = None,
 ) -> None:
     """Time one rank's step without a model: plan, validate, commit, next drafts, outputs; microseconds per row."""
     from paceline.bench.scheduler import run
 
-    emit(run(parse_counts(running, "--running"), at_least(num_speculative_tokens, 0, "--num-speculative-tokens"),
-             at_least(steps, 1, "--steps")), json)  # fmt: skip
+    counts = parse_counts(running, "--running")
+    at_least(num_speculative_tokens, 0, "--num-speculative-tokens")
+    at_least(steps, 1, "--steps")
+    check_target(json, "--json")
+    emit(run(counts, num_speculative_tokens, steps), json)
 
 
 @app.command
@@ -41,10 +51,18 @@ def sim(
     scenario: Annotated[str, Parameter(help="A shipped scenario or a YAML file.")] = "kimi_k3_dep16",
     json: Json = None,
 ) -> None:
-    """Time the simulator on one core: busy rank-steps (a rank with at least one row) per second."""
-    from paceline.bench.sim import run
+    """Time the simulator on one core: busy rank-steps (a rank with at least one row) per second.
 
-    emit(run(scenario), json)
+    The scenario is run at 2, 4 and 6 requests per second, whatever its own rate; the best of three counts.
+    """
+    from paceline.bench.sim import run
+    from paceline.sim.cluster import SimulationStuck
+
+    check_target(json, "--json")
+    try:
+        emit(run(scenario), json)
+    except SimulationStuck as error:
+        raise CommandError(str(error)) from error
 
 
 def parse_counts(text: str, option: str) -> list[int]:
@@ -56,12 +74,6 @@ def parse_counts(text: str, option: str) -> list[int]:
     for count in counts:
         at_least(count, 1, option)
     return counts
-
-
-def at_least(value: int, least: int, option: str) -> int:
-    if value < least:
-        raise CommandError(f"{option}: must be at least {least}, got {value}")
-    return value
 
 
 def emit(result: dict[str, Any], target: str | None) -> None:

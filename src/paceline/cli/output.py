@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from rich.console import Console
+
+from paceline.sim.fields import json_text
 
 STDOUT = "-"
 PIPE_WIDTH = 140
@@ -40,6 +42,56 @@ class CommandError(Exception):
     """A command cannot do what was asked; the message says why and what to do."""
 
 
+def integer(type_: object, tokens: Sequence[Token]) -> int:
+    """A converter of `Parameter` that refuses 1.5 where an integer is needed, instead of rounding it."""
+    text = tokens[0].value
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"must be an integer, got {text!r}") from None
+
+
+def at_least(value: int, least: int, option: str) -> int:
+    """``value``. Raises `CommandError` naming ``option`` if it is below ``least``."""
+    if value < least:
+        raise CommandError(f"{option}: must be at least {least}, got {value}")
+    return value
+
+
+def check_target(target: str | None, option: str) -> None:
+    """Raise `CommandError` naming ``option`` unless ``target`` can be written: a file, - or None (nothing to write)."""
+    if target is not None and target != STDOUT:
+        _check_writable(Path(target), option)
+
+
+def check_folder(folder: Path | None, names: Sequence[str], option: str) -> None:
+    """Make ``folder``. Raises `CommandError` naming ``option`` unless the files ``names`` in it can be written."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"{option}: cannot make the folder {str(folder)!r}: {error.strerror}") from None
+    for name in names:
+        _check_writable(folder / name, option)
+
+
+def _check_writable(path: Path, option: str) -> None:
+    """Open ``path`` for writing and leave it as it was: contents as they are, or absent."""
+    try:
+        existed = path.exists()
+        if existed and not (path.is_file() or path.is_dir()):  # closing a pipe would end what its reader sees
+            writable = os.access(path, os.W_OK)
+            if not writable:
+                raise PermissionError(None, "Permission denied")
+            return
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise CommandError(f"{option}: cannot write {str(path)!r}: {error.strerror}") from None
+
+
 def stdout() -> Console:
     """For tables and text."""
     return _console(stderr=False)
@@ -56,8 +108,8 @@ def _console(*, stderr: bool) -> Console:
 
 
 def write_json(data: dict[str, Any], target: str) -> None:
-    """Write ``data`` to the file ``target``, or to stdout if it is ``-``."""
-    text = json.dumps(data, indent=1)
+    """Write ``data`` to the file ``target``, or to stdout if it is ``-``; NaN and infinities become null."""
+    text = json_text(data)
     if target == STDOUT:
         print(text)
     else:

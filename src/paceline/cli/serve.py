@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,6 +31,10 @@ def serve(  # size: most of it is the list of flags, each with its help
     host: Annotated[str, Parameter(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, Parameter(help="Port to listen on; 0 for any free one.")] = 8000,
     dtype: Annotated[str, Parameter(help="Of weights and KV cache: auto, float32 or bfloat16.")] = "auto",
+    quantization: Annotated[
+        Literal["int8", "none"] | None,
+        Parameter(help="Of the weights; by default int8 if they are stored quantised and dtype is auto."),
+    ] = None,
     max_model_len: Annotated[
         int | Literal["auto"],
         Parameter(help="Tokens of a prompt and its output; auto: the model's context, or what the KV cache holds."),
@@ -47,8 +52,8 @@ def serve(  # size: most of it is the list of flags, each with its help
     speculative_config: Annotated[
         str | None,
         Parameter(
-            help="JSON: method (ngram), num_speculative_tokens, prompt_lookup_min, prompt_lookup_max,"
-            " rejection_sample_method, synthetic_acceptance_rates, disable_eagle_block_drop, pad_resumed."
+            help="JSON: method (ngram, draft_model), num_speculative_tokens, model, prompt_lookup_min,"
+            " prompt_lookup_max, rejection_sample_method, synthetic_acceptance_rates, pad_resumed."
         ),
     ] = None,
     seed: Annotated[int, Parameter(help="Makes sampled requests without a seed of their own repeatable.")] = 0,
@@ -84,10 +89,14 @@ def serve(  # size: most of it is the list of flags, each with its help
             raise CommandError(f"--{name}: must be at least {least}, got {value}")
     if tensor_parallel_size != 1:
         raise CommandError(f"--tensor-parallel-size: only 1 is supported, got {tensor_parallel_size}")
+    # Inherited by the engine process. There, one thread computes between two products of all threads, and the front
+    # needs a core as well: threads that wait by spinning, as OpenMP's do, would take it from both.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     options = ServeOptions(
         engine={
             "model": str(Path(model).resolve()) if Path(model).exists() else model,
             "dtype": dtype,
+            "quantization": quantization,
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,

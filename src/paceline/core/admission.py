@@ -87,8 +87,9 @@ def _ask_connector(s: Scheduler, request: Request, local: int, now: float) -> tu
     external, is_async = s.connector.get_num_new_matched_tokens(request, local)
     if external is not None:
         request.first_asked = None
-        if s.kv.has_recurrent:  # there is no going back from the state behind the last token to the one before it
-            external = max(0, min(external, request.num_tokens - 1 - local))
+        # the last token is always computed here; it may be loaded too, unless a recurrent state could not go back to it
+        most = request.num_tokens - local - (not is_async or s.kv.has_recurrent)
+        external = max(0, min(external, most))
         if external and request.num_preemptions and s.refills:
             s.depart(d.REFILL)
         return external, is_async

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from paceline.core import departures as d
 from paceline.core.passes import Pass
-from paceline.core.plan import InvalidResult, Row, StepOutput, StepPlan, StepResult, TransferEvent
+from paceline.core.plan import InvalidResult, Row, StepOutput, StepPlan, StepResult, TokenLogprobs, TransferEvent
 from paceline.core.request import FinishReason, Request, State
-from paceline.core.transfers import apply_event, first_bad_block, give_back
+from paceline.core.transfers import first_bad_block, give_back
 
 if TYPE_CHECKING:
     from paceline.core.scheduler import Scheduler
@@ -27,7 +29,7 @@ def validate_result(plan: StepPlan, result: StepResult, num_speculative_tokens: 
     Raises:
         InvalidResult: wrong step or row count; a sampling row without a token or with more than its drafts allow;
             accepted tokens that are not the drafts (a placeholder never is); tokens for a row that does not sample; too
-            many or negative next drafts.
+            many or negative next drafts; log-probabilities that are not those of the sampled tokens.
     """
     rows, sampled, errors = plan.rows, result.sampled, result.errors
     count = len(rows)
@@ -39,6 +41,11 @@ def validate_result(plan: StepPlan, result: StepResult, num_speculative_tokens: 
         raise InvalidResult(f"{len(result.next_drafts)} next drafts for {count} rows")
     if errors and not all(0 <= i < count for i in errors):
         raise InvalidResult(f"errors for rows {sorted(errors)} of {count}")
+    if result.logprobs is not None:
+        _validate_logprobs(sampled, result.logprobs)
+    for event in result.transfers:
+        if event.kind not in ("loaded", "saved"):
+            raise InvalidResult(f"transfer event of sequence {event.seq}: kind {event.kind!r} is not loaded or saved")
     nexts = result.next_drafts or repeat(NOTHING)
     if not errors and _valid_at_a_glance(rows, sampled, nexts, num_speculative_tokens):
         return
@@ -87,6 +94,16 @@ def _validate_row(
         raise InvalidResult(f"row {i}: next drafts {drafts} with num_speculative_tokens = {num_speculative_tokens}")
 
 
+def _validate_logprobs(
+    sampled: Sequence[tuple[int, ...]], logprobs: Sequence[tuple[TokenLogprobs, ...] | None]
+) -> None:
+    if len(logprobs) != len(sampled):
+        raise InvalidResult(f"log-probabilities of {len(logprobs)} rows for {len(sampled)} rows")
+    for i, (tokens, scored) in enumerate(zip(sampled, logprobs, strict=True)):
+        if scored is not None and tuple(entry.token_id for entry in scored) != tokens:
+            raise InvalidResult(f"row {i}: log-probabilities of other tokens than the sampled {tokens}")
+
+
 def commit_rows(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepOutput]) -> None:
     """Append what was sampled, take back what was rejected, and end who is done.
 
@@ -97,6 +114,7 @@ def commit_rows(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepOut
     nexts = result.next_drafts or repeat(NOTHING)
     emit = outputs.append
     ended = False
+    first = len(outputs)
     drafted = -_uncount_placeholders(s, p, result) if p.padded else 0
     for request, row, tokens, drafts in zip(p.requests, p.rows, result.sampled, nexts, strict=False):
         k = len(tokens)
@@ -121,6 +139,19 @@ def commit_rows(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepOut
     s.stats.acceptance.num_draft_tokens += drafted
     if ended:
         s.running = [r for r in s.running if r.state is State.RUNNING]
+    if result.logprobs is not None:
+        _attach_logprobs(p, result.logprobs, outputs, first)
+
+
+def _attach_logprobs(
+    p: Pass, logprobs: Sequence[tuple[TokenLogprobs, ...] | None], outputs: list[StepOutput], first: int
+) -> None:
+    """Complete the outputs from index ``first`` on; log-probabilities are cut where the tokens were."""
+    scored = {r.id: entries for r, entries in zip(p.requests, logprobs, strict=False) if entries is not None}
+    for i in range(first, len(outputs)):
+        output = outputs[i]
+        if output.token_ids and (entries := scored.get(output.request_id)) is not None:
+            outputs[i] = msgspec.structs.replace(output, logprobs=entries[: len(output.token_ids)])
 
 
 def _uncount_placeholders(s: Scheduler, p: Pass, result: StepResult) -> int:
@@ -144,7 +175,7 @@ def _commit_with_stop(
     stop_reason: int | None = None
     for i, token in enumerate(tokens):
         request.num_tokens += 1
-        if token in request.stop_ids:
+        if token in request.stop_ids and request.num_tokens - request.num_prompt > request.params.min_tokens:
             reason = FinishReason.STOP
             stop_reason = None if token == request.eos_token_id and not request.params.ignore_eos else token
         elif request.num_tokens >= request.max_total:
@@ -155,6 +186,7 @@ def _commit_with_stop(
         if cut:
             del request.output[-cut:]
             s.stats.generated_tokens -= cut
+            request.computed = min(request.computed, request.num_tokens)
         s.finish(request, reason, outputs, tokens=tokens[: i + 1], stop_reason=stop_reason)
         return True
     request.drafts = drafts
@@ -162,28 +194,37 @@ def _commit_with_stop(
     return False
 
 
-def commit_errors(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepOutput]) -> None:
+def commit_errors(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepOutput]) -> list[TransferEvent]:
     """End the requests whose rows failed; whoever read KV that such a row should have written starts over.
 
     Called before the rows are committed. A failed synchronous load under policy ``recompute`` does not end its
-    request: it computes from the first bad block.
+    request: it computes from the first bad block. Returns the transfer events that are left to apply.
     """
-    failed_loads = {e.seq: e for e in result.transfers if e.kind == "loaded" and e.error is not None}
+    failures = {(e.seq, e.generation): e for e in result.transfers if e.kind == "loaded" and e.error is not None}
+    answered: set[int] = set()
     for i, message in sorted((result.errors or {}).items()):
         request = p.requests[i]
+        event = failures.get((request.seq, request.generation))
+        if event is not None and request.loading is None:
+            answered.add(id(event))
         if request.state is not State.RUNNING:
             continue
-        event = failed_loads.get(request.seq)
         if event is not None and s.load_failure_policy == "recompute":
             bad = _rewind(s, request, event)
         else:
             s.depart(d.UNSAMPLED_ERROR)
             s.stats.load_failures += event is not None
-            before = p.hashed_before(request)
-            bad = s.kv.unhash_from(request, request.hashed if before is None else before)
+            bad = s.kv.unhash_from(request, _first_unwritten(s, p, request, p.rows[i]))
             s.running.remove(request)
             s.finish(request, FinishReason.ERROR, outputs, error=message)
         _spread(s, set(bad), request)
+    return [event for event in result.transfers if id(event) not in answered]
+
+
+def _first_unwritten(s: Scheduler, p: Pass, request: Request, row: Row) -> int:
+    """First block whose hash a failed row must lose: hashed in this pass, or hashed before but written by the row."""
+    before = p.hashed_before(request)
+    return min(request.hashed if before is None else before, row.start // s.kv.block_size)
 
 
 def _rewind(s: Scheduler, request: Request, event: TransferEvent) -> list[int]:
@@ -210,28 +251,26 @@ def _start_over(s: Scheduler, request: Request) -> None:
 
 def _spread(s: Scheduler, bad: set[int], source: Request) -> None:
     """Sharers of blocks that hold no valid KV: running ones start over, loading ones trust less of their load."""
-    if not bad:
-        return
-    for request in [r for r in (*reversed(s.running), *s.holding) if r is not source]:
-        hits = [i for t in request.tables for i, b in enumerate(t) if b in bad]
-        if not hits:
-            continue
-        if request.state is State.RUNNING:
-            s.kv.unhash_from(request, min(hits))
-            _start_over(s, request)
-        elif request.loading is not None:
-            request.bad_from = min(hits) if request.bad_from < 0 else min(request.bad_from, min(hits))
-        else:
-            s.kv.unhash_from(request, min(hits))
-            request.computed = min(request.computed, min(hits) * s.kv.block_size) if s.kv.can_rewind else 0
-            if not request.computed:
-                give_back(s, request)
+    sharers = [r for r in (*reversed(s.running), *s.holding) if r is not source]
+    while bad:
+        spread: set[int] = set()
+        for request in sharers.copy():
+            hits = [i for t in request.tables for i, b in enumerate(t) if b in bad]
+            if hits:
+                sharers.remove(request)
+                spread.update(_distrust(s, request, min(hits)))
+        bad = spread  # what sharers computed on top of it is as bad, and may be shared in turn
 
 
-def commit_transfers(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepOutput]) -> None:
-    """Apply the transfer events of a step, after its rows; failed synchronous loads were errors of their rows."""
-    failed_rows = {p.requests[i].seq for i in result.errors or ()}
-    for event in result.transfers:
-        if event.kind == "loaded" and event.error is not None and event.seq in failed_rows:
-            continue
-        apply_event(s, event, outputs)
+def _distrust(s: Scheduler, request: Request, first: int) -> list[int]:
+    """``request`` must not rely on its blocks from index ``first`` on; returns those that others could hit."""
+    blocks = s.kv.unhash_from(request, first)
+    if request.state is State.RUNNING:
+        _start_over(s, request)
+    elif request.loading is not None:
+        request.bad_from = first if request.bad_from < 0 else min(request.bad_from, first)
+    else:
+        request.computed = min(request.computed, first * s.kv.block_size) if s.kv.can_rewind else 0
+        if not request.computed:
+            give_back(s, request)
+    return blocks

@@ -44,6 +44,16 @@ def require_int(value: object, least: int, field: str) -> None:
     )
 
 
+def require_seconds(value: object, field: str) -> None:
+    """Raise `ConfigError` unless ``value`` is a finite time above 0, in seconds."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(
+        number and 0 < float(value) < float("inf"),  # type: ignore[arg-type]
+        field,
+        f"must be a finite number of seconds above 0, got {value!r}",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Budgets of a step (units: tokens and requests) and the order of the queue."""
@@ -64,8 +74,8 @@ class SchedulerConfig:
         require_int(self.max_num_batched_tokens, 1, "scheduler.max_num_batched_tokens")
         require_int(self.max_model_len, 2, "scheduler.max_model_len")
         require_int(self.long_prefill_token_threshold, 0, "scheduler.long_prefill_token_threshold")
-        require(self.later_deadline_s > 0, "scheduler.later_deadline_s", "must be a positive time in seconds")
-        require(self.transfer_deadline_s > 0, "scheduler.transfer_deadline_s", "must be a positive time in seconds")
+        for name in ("later_deadline_s", "transfer_deadline_s"):
+            require_seconds(getattr(self, name), f"scheduler.{name}")
         require_choice(self.load_failure_policy, ("fail", "recompute"), "scheduler.load_failure_policy")
         require_choice(self.policy, ("fcfs", "priority"), "scheduler.policy")
 
@@ -169,6 +179,9 @@ class SpeculationConfig:
 
     def _check_method(self) -> None:
         """Refuse what only another method would honour."""
+        if self.method is None:
+            for name in ("lookahead", "draft_slots"):
+                require(not getattr(self, name), f"speculation.{name}", "needs a method")
         if self.method == "ngram" or self.method is None:
             require(self.model is None, "speculation.model", f"method {self.method} drafts without a model")
         if self.method != "ngram":

@@ -10,8 +10,6 @@ from paceline.core.config import EngineConfig
 NONE, FULL = 0, 1
 """How a step runs: eagerly, or by replaying the captured graph of a whole decode step."""
 
-MODE_NAMES = ("NONE", "FULL")
-
 DEFAULT_CAPTURE_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 
 

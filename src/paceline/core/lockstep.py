@@ -12,8 +12,6 @@ from paceline.core.graphs import FULL, NONE, GraphDispatcher
 RUN, POLL, SLEEP = 0, 1, 2
 """What a group does in a step: a forward pass together, waiting for transfers, or nothing until woken."""
 
-RUN_NAMES = ("RUN", "POLL", "SLEEP")
-
 
 class OutOfStep(RuntimeError):
     """Ranks disagree on which step or wave this is. The process must end: better loud than out of step."""

@@ -23,7 +23,7 @@ class Pass:
     ``padded``: padded requests and the width each falls back to. ``prefill_rows``: requests whose row is a
     prefill row. ``prefill``: a prefill row was planned in this pass, taken back since or not;
     ``running_prefill``: one of them belonged to a running request.
-    ``fenced``: the pass stopped at a victim whose blocks a transfer reads.
+    ``fenced``: the row just tried found a victim whose blocks a transfer reads.
     ``hashed``: requests that hashed blocks in this pass, with how many were hashed before it.
     """
 
@@ -87,9 +87,9 @@ class Pass:
             self.unserved = []
         if self.hashed:
             self.hashed = []
+        self.placeholders = 0
+        self.prefill = self.running_prefill = self.self_victim = False
         if self.padded or self.prefill_rows or self.reasons or self.preempted:
-            self.placeholders = 0
-            self.prefill = self.running_prefill = self.self_victim = False
             self.padded = {}
             self.prefill_rows = {}
             self.reasons = {}

@@ -69,6 +69,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     ``tokens`` is the sum of the rows' n. ``width`` is the common width of a step of decode rows, 0 if the step is
     not uniform or empty. ``first``, ``blocks`` and ``retired`` are applied in this order, before the rows
     run; ``retired`` sequences are never named again. ``misses`` says why a step with rows is not uniform W.
+    ``preempted``: sequences whose blocks may be overwritten from this step on.
     """
 
     step: int
@@ -80,14 +81,29 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     retired: Sequence[int] = ()
     load_meta: Any = None
     misses: Sequence[str] = ()
+    preempted: Sequence[int] = ()
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """Log-probabilities (natural) at one output position, of the model's own distribution before any sampling option.
+
+    ``top``: (id, log-probability) of the most likely tokens, best first, as many as were asked for. ``rank``: of
+    ``token_id`` among all tokens, 1 for the most likely.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    rank: int
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """What an executor returns for a plan, row by row.
 
     ``sampled[i]``: the accepted drafts of row i followed by one token of the model; empty iff the row does not
-    sample or carries an error. ``next_drafts[i]``: at most K proposals. ``errors``: row index to message.
-    Durations are in seconds.
+    sample or carries an error. ``next_drafts[i]``: at most K proposals. ``logprobs``: None where nobody
+    asked, else one entry per row, aligned with ``sampled[i]`` or None. ``errors``: row index to message. Durations are
+    in seconds.
 
     The commit may drop tokens (behind a stop, or of a row that read bad KV), so an executor forgets whatever it
     sampled beyond the start of a sequence's next row.
@@ -96,7 +112,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     step: int
     sampled: Sequence[tuple[int, ...]]
     next_drafts: Sequence[tuple[int, ...]] = ()
-    logprobs: Sequence[Any] | None = None
+    logprobs: Sequence[tuple[TokenLogprobs, ...] | None] | None = None
     errors: Mapping[int, str] | None = None
     transfers: Sequence[TransferEvent] = ()
     load_s: float = 0.0
@@ -113,6 +129,8 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
 
     ``finish_reason``: stop, length, abort or error, the words of the OpenAI API (error and abort are ours).
     ``stop_reason``: the stop token id that ended it, if any. ``error``: what went wrong, for people.
+    ``logprobs``: one entry per token of a request that asked. ``kv_transfer_params``: the connector's answer at the end
+    of a request whose KV somebody will pull.
     """
 
     request_id: str
@@ -120,3 +138,5 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str | None = None
     stop_reason: int | None = None
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    kv_transfer_params: dict[str, Any] | None = None

@@ -92,7 +92,8 @@ class TraceTokens:
         if self.span % block_size:
             return ids_key(self.tokens(index * block_size, (index + 1) * block_size))
         position = index * block_size
-        return b"trace:%d:%d:%d" % (self.hash_ids[position // self.span], position % self.span, block_size)
+        place = (self.hash_ids[position // self.span], position % self.span, block_size, self.vocab_size)
+        return b"trace:%d:%d:%d:%d" % place
 
 
 def chain_hash(parent: bytes, key: bytes) -> bytes:
@@ -101,10 +102,16 @@ def chain_hash(parent: bytes, key: bytes) -> bytes:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request's tokens are chosen and when it ends; names and defaults are vLLM's.
+    """How a request's tokens are chosen and when it ends; names, defaults and ranges are vLLM's.
 
-    ``temperature`` 0 is greedy. ``seed`` makes a sampled request repeatable. ``stop_token_ids`` end a request
-    with the id included in its output. ``stop`` strings are found in the text by whoever detokenises.
+    The order of what happens to the logits of a token: ``logit_bias`` (id to what is added, in [-100, 100]), stop ids
+    masked within the first ``min_tokens`` tokens, ``repetition_penalty`` (of prompt and output), ``frequency_penalty``
+    and ``presence_penalty`` (of the output); ``temperature``, 0 being greedy; then ``min_p``, ``top_k`` (0 or -1: off)
+    and ``top_p``, each on what the one before has left. ``seed`` makes a sampled request repeatable.
+
+    ``stop_token_ids`` end a request with the id included in its output. ``stop`` strings are found in the text by
+    whoever detokenises. ``logprobs``: alternatives to report per token beside the token's own log-probability
+    (-1: the whole vocabulary), of the distribution before any of the above; None: no log-probabilities.
     """
 
     max_tokens: int = 16
@@ -113,6 +120,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -121,6 +137,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"temperature: must be a finite number of at least 0, got {self.temperature}")
         if any(not s for s in self.stop):
             raise ValueError("stop: an empty string would stop before the first token")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p: must be more than 0 and at most 1, got {self.top_p}")
+        _require_int("top_k", self.top_k, -1)
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p: must lie in [0, 1], got {self.min_p}")
+        for name, value in (
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+        ):
+            if not -2.0 <= value <= 2.0:
+                raise ValueError(f"{name}: must lie in [-2, 2], got {value}")
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty: must be a finite number above 0, got {self.repetition_penalty}")
+        _require_int("min_tokens", self.min_tokens, 0)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens: {self.min_tokens} is more than max_tokens = {self.max_tokens}")
+        for token, bias in (self.logit_bias or {}).items():
+            if token < 0 or not -100.0 <= bias <= 100.0:
+                raise ValueError(f"logit_bias: needs ids of at least 0 and values in [-100, 100], got {token}: {bias}")
+        if self.logprobs is not None:
+            _require_int("logprobs", self.logprobs, -1)
+
+
+def _require_int(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: must be an integer of at least {least}, got {value!r}")
 
 
 @lru_cache(maxsize=1024)
@@ -273,7 +315,13 @@ class Request:
     def block_hashes(self, count: int, block_size: int) -> list[bytes]:
         """Chained hashes of the first ``count`` full blocks (kept, and extended when asked for more)."""
         hashes, first = self.hashes, self.num_prompt
-        for i in range(len(hashes), count):
+        known = len(hashes)
+        if known and count == known + 1 and known * block_size >= first:  # the next block of one that decodes
+            start = known * block_size - first
+            key = ids_key(self.output[start : start + block_size])
+            hashes.append(blake2b(hashes[-1] + key, digest_size=16).digest())
+            return hashes
+        for i in range(known, count):
             start = i * block_size - first
             if start >= 0:
                 key = ids_key(self.output[start : start + block_size])

@@ -74,10 +74,11 @@ def serve_all(s: Scheduler, p: Pass) -> None:
                 continue
         p.budget = budget
         if not serve_running(s, p, request):
-            # one that waits for a fence goes to the end of the round: the fenced one behind it must run to its end
-            left = [*order[i + 1 :], request] if p.fenced else order[i:]
-            p.unserved = [r for r in left if r.state is RUNNING]
-            return
+            if not p.fenced:
+                p.unserved += [r for r in order[i:] if r.state is RUNNING]
+                return
+            p.fenced = False
+            p.unserved.append(request)  # those behind it may run: one of them must, for the fence to fall
         if p.self_victim and any(r.state is RUNNING for r in order[i + 1 :]):
             s.depart(d.SELF_VICTIM)
         budget = p.budget
@@ -208,9 +209,9 @@ def preempt_for(s: Scheduler, p: Pass, request: Request) -> bool | None:
 
     Returns:
         True: try again. False: ``request`` itself was the victim. None: the victim's blocks are fenced, so
-        preempting it would free nothing; the pass must stop here.
+        preempting it would free nothing, and ``request`` is left out of this pass.
     """
-    victim = choose_victim(s)
+    victim = choose_victim(s, p.now)
     if victim.fences and p.now < victim.fence_deadline:
         p.fenced = True
         return None
@@ -221,13 +222,17 @@ def preempt_for(s: Scheduler, p: Pass, request: Request) -> bool | None:
     return True
 
 
-def choose_victim(s: Scheduler) -> Request:
-    """FCFS: the last of the list. Priority: the worst in one total order."""
+def choose_victim(s: Scheduler, now: float) -> Request:
+    """FCFS: the last of the list. Priority: the worst in one total order.
+
+    Blocks under a fence past its deadline would go to quarantine, not to the pool: such requests come last.
+    """
+    running = [r for r in s.running if not r.fences or now < r.fence_deadline] or s.running
     if not s.by_priority:
-        return s.running[-1]
-    victim = max(s.running, key=rank_key)
+        return running[-1]
+    victim = max(running, key=rank_key)
     worst = (victim.priority, victim.arrival)
-    if sum((r.priority, r.arrival) == worst for r in s.running) > 1:
+    if sum((r.priority, r.arrival) == worst for r in running) > 1:
         s.depart(d.TOTAL_ORDER)
     return victim
 

@@ -18,7 +18,6 @@ from paceline.core.admission import scan_waiting
 from paceline.core.commit import (
     commit_errors,
     commit_rows,
-    commit_transfers,
     validate_result,
 )
 from paceline.core.config import EngineConfig
@@ -145,6 +144,7 @@ class Scheduler:
         self.requests[request.id] = request
         self.by_seq[request.seq] = request
         self.waiting.add(request)
+        self.transfers.recheck = bool(self.transfers.quarantined)
 
     def abort(self, request_id: str) -> None:
         """End a request; its terminal output comes from the next `commit` or `take_pending`. Unknown ids are old news.
@@ -188,9 +188,9 @@ class Scheduler:
         request.state = State.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
-        delay_free = False
+        delay_free, kv_transfer_params = False, None
         if self.connector is not None:
-            delay_free, _ = self.connector.request_finished(request, request.tables)
+            delay_free, kv_transfer_params = self.connector.request_finished(request, request.tables)
         del self.requests[request.id]
         del self.by_seq[request.seq]
         self.partial.pop(request, None)
@@ -201,11 +201,15 @@ class Scheduler:
             hold_blocks(self, request, loads=loading, saves=request.fences + delay_free)
         else:
             self.kv.release(request)
-        outputs.append(StepOutput(request.id, tokens, reason.value, stop_reason, error))
+        outputs.append(
+            StepOutput(request.id, tokens, reason.value, stop_reason, error, kv_transfer_params=kv_transfer_params)
+        )
 
     def preempt(self, request_id: str) -> None:
         """Send a running request back to the queue, between steps (operators and tests)."""
-        request = self.requests[request_id]
+        request = self.requests.get(request_id)
+        if request is None:
+            raise ValueError(f"request_id: {request_id} is unknown")
         if self._in_flight is not None or request.state is not State.RUNNING or request.fences:
             raise ValueError(f"request_id: {request_id} cannot be preempted now ({request.state.value})")
         self.running.remove(request)
@@ -228,6 +232,7 @@ class Scheduler:
         request.loading = None
         request.state = State.PREEMPTED
         self.partial.pop(request, None)
+        self.transfers.recheck = bool(self.transfers.quarantined)
         self.stats.preemptions += 1
 
     def hold(self, request: Request) -> None:
@@ -243,7 +248,7 @@ class Scheduler:
 
     def fits_alone(self, request: Request) -> bool:
         """Whether the pool, less what is quarantined, can hold the whole request."""
-        tokens = min(request.max_total, self.max_model_len) + self.width + self.lookahead
+        tokens = min(request.max_total + self.width + self.lookahead, self.max_model_len)
         usable = self.kv.pool.num_usable - self.transfers.num_quarantined_blocks
         return self.kv.blocks_for(tokens) * len(self.kv.groups) <= usable
 
@@ -254,8 +259,10 @@ class Scheduler:
         self.stats.external_hits += external
 
     def fence(self, request_id: str) -> None:
-        """A transfer reads this request's blocks from now on; its ``saved`` event lifts the fence."""
-        request = self.requests[request_id]
+        """A transfer reads this running request's blocks from now on; its ``saved`` event lifts the fence."""
+        request = self.requests.get(request_id)
+        if request is None or request.state is not State.RUNNING:
+            raise ValueError(f"request_id: {request_id} is not running, so there is nothing to read")
         request.fences += 1
         request.fence_deadline = self.now + self.transfer_deadline_s
 
@@ -324,7 +331,9 @@ class Scheduler:
         if self._retired:
             retired, self._retired = self._retired, []
         tokens = self.max_num_batched_tokens - p.budget - self.slots_per_row * len(rows)
-        plan = StepPlan(self.step, rows, tokens, width, p.first or (), p.updates or (), retired, None, misses)
+        preempted = [request.seq for request in p.preempted] if p.preempted else ()
+        first, updates = p.first or (), p.updates or ()
+        plan = StepPlan(self.step, rows, tokens, width, first, updates, retired, None, misses, preempted)
         if self.connector is not None:
             meta = self.connector.build_connector_meta(plan)
             if meta is not None:
@@ -350,13 +359,14 @@ class Scheduler:
         if self.kv.has_recurrent:
             self.kv.end_pass()
         outputs, self._pending = self._pending, []
+        transfers = result.transfers
         if p.rows:
             self.stats.generated_tokens += sum(map(len, result.sampled))
             if result.errors:
-                commit_errors(self, p, result, outputs)
+                transfers = commit_errors(self, p, result, outputs)
             commit_rows(self, p, result, outputs)
-        if result.transfers:
-            commit_transfers(self, p, result, outputs)
+        for event in transfers:
+            apply_event(self, event, outputs)
         if self._late_aborts:
             self._apply_late_aborts(outputs)
         return outputs

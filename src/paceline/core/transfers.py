@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paceline.core import departures as d
+from paceline.core.kv.pool import NULL_BLOCK
 from paceline.core.plan import StepOutput, TransferEvent
 from paceline.core.request import FinishReason, Request, State
 
@@ -48,15 +49,22 @@ class Transfers:
     given up without their transport confirming that it will not touch the blocks any more; these are not work.
     """
 
-    __slots__ = ("held", "quarantined")
+    __slots__ = ("held", "quarantined", "recheck")
 
     def __init__(self) -> None:
         self.held: dict[Name, HeldBlocks] = {}
         self.quarantined: dict[Name, HeldBlocks] = {}
+        self.recheck = False
 
     @property
     def num_quarantined_blocks(self) -> int:
-        return sum(len(t) for h in self.quarantined.values() for t in h.tables)
+        """Distinct blocks that stay out of use until a transport confirms."""
+        return len({b for held in self.quarantined.values() for t in held.tables for b in t if b != NULL_BLOCK})
+
+    def quarantine(self, name: Name, held: HeldBlocks) -> None:
+        """Give a transfer up; whoever waits may be too long for what is left."""
+        self.quarantined[name] = held
+        self.recheck = True
 
     def tables(self) -> list[list[int]]:
         """Every table held here (for owner counts)."""
@@ -64,7 +72,11 @@ class Transfers:
 
 
 def hold_blocks(s: Scheduler, request: Request, *, loads: int = 0, saves: int = 0) -> None:
-    """Keep blocks that ``request`` gives up until its transfers have ended."""
+    """Keep blocks that ``request`` gives up until its transfers have ended (if it has any blocks)."""
+    if not any(request.tables):
+        s.kv.clear(request)
+        request.fences = 0
+        return
     deadline = s.now + s.transfer_deadline_s
     if loads and request.loading is not None:
         deadline = request.loading.deadline
@@ -115,11 +127,10 @@ def _fail_load(s: Scheduler, request: Request, event: TransferEvent, outputs: li
 
 
 def first_bad_block(s: Scheduler, request: Request, event: TransferEvent) -> int:
-    """Index of the first block without valid KV; with no block named, the first beyond the local hit."""
-    if not event.failed_blocks:
-        return request.local_tokens // s.kv.block_size
+    """Index of the first block without valid KV; if none is named that it holds, the first beyond the local hit."""
+    local = request.local_tokens // s.kv.block_size
     bad = [i for t in request.tables for i, b in enumerate(t) if b in event.failed_blocks]
-    return min(bad, default=len(request.tables[0]))
+    return max(local, min(bad, default=local))
 
 
 def end_load(s: Scheduler, request: Request) -> bool:
@@ -131,7 +142,7 @@ def end_load(s: Scheduler, request: Request) -> bool:
     assert loading is not None
     if loading.arrived is None:
         return False
-    tokens = loading.arrived
+    tokens = min(max(loading.arrived, request.local_tokens), request.num_tokens)
     if request.bad_from >= 0:
         tokens = min(tokens, request.bad_from * s.kv.block_size)
         request.bad_from = -1
@@ -145,6 +156,7 @@ def end_load(s: Scheduler, request: Request) -> bool:
         s.kv.hash_planned(request, tokens)
         request.computed = min(tokens, request.num_tokens - 1)
     else:
+        request.ask = False  # a connector that brings nothing would be asked for ever
         give_back(s, request)
     return True
 
@@ -162,12 +174,13 @@ def give_up_overdue(s: Scheduler, now: float, outputs: list[StepOutput]) -> None
     """Past its deadline a transfer has failed; its blocks are quarantined until the transport confirms."""
     for name in [name for name, held in s.transfers.held.items() if now >= held.deadline]:
         s.depart(d.LOAD_DEADLINE)
-        s.transfers.quarantined[name] = s.transfers.held.pop(name)
+        s.transfers.quarantine(name, s.transfers.held.pop(name))
     for request in [r for r in s.holding if r.loading is not None]:
         loading = request.loading
         if loading is not None and loading.arrived is None and now >= loading.deadline:
             _give_up_load(s, request, loading.deadline, outputs)
-    if s.transfers.quarantined:
+    if s.transfers.recheck:
+        s.transfers.recheck = False
         for request in [r for r in (*s.holding, *s.waiting) if not s.fits_alone(r)]:
             s.finish(request, FinishReason.ERROR, outputs, error="too long for the KV blocks that are not quarantined")
 
@@ -175,7 +188,10 @@ def give_up_overdue(s: Scheduler, now: float, outputs: list[StepOutput]) -> None
 def _give_up_load(s: Scheduler, request: Request, deadline: float, outputs: list[StepOutput]) -> None:
     s.depart(d.LOAD_DEADLINE)
     s.stats.load_failures += 1
-    s.transfers.quarantined[request.seq, request.generation] = HeldBlocks(request.tables, deadline, loads=1)
+    local = request.local_tokens // s.kv.block_size  # the load never writes what was hit
+    s.kv.release_tables([table[:local] for table in request.tables])
+    loaded = HeldBlocks([table[local:] for table in request.tables], deadline, loads=1)
+    s.transfers.quarantine((request.seq, request.generation), loaded)
     s.kv.clear(request)
     request.loading = None
     request.computed = 0

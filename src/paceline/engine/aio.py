@@ -66,8 +66,8 @@ def merge(outputs: Sequence[StepOutput]) -> StepOutput:
     if len(outputs) == 1:
         return outputs[0]
     changes: dict[str, object] = {"token_ids": tuple(t for output in outputs for t in output.token_ids)}
-    if getattr(outputs[0], "logprobs", None) is not None:
-        changes["logprobs"] = tuple(p for output in outputs for p in getattr(output, "logprobs", None) or ())
+    if outputs[0].logprobs is not None:
+        changes["logprobs"] = tuple(p for output in outputs for p in output.logprobs or ())
     return msgspec.structs.replace(outputs[-1], **changes)
 
 

@@ -31,16 +31,13 @@ class Group:
         if not self.wave.awake:
             self.wave.at_sleep(new_work=True, wakes=())
 
-    def begin(self, now: float, *, stop: bool = False) -> Agreement:
-        """Plan on every rank, join the votes, and start what was agreed. SLEEP starts nothing and ends the wave.
-
-        ``stop``: vote for an end; the agreement says so to everybody.
-        """
+    def begin(self, now: float) -> Agreement:
+        """Plan on every rank, join the votes, and start what was agreed. SLEEP starts nothing and ends the wave."""
         step, wave = self.step, self.wave.number
         plans, votes = [], []
         for rank in self.ranks:
             plans.append(rank.begin(now))
-            votes.append(rank.vote(step, wave, stop=stop))
+            votes.append(rank.vote(step, wave))
         self.plans = plans
         self.agreement = agreement = agree(votes, self.graphs)
         self.step = step + 1

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from paceline.core.config import EngineConfig
-from paceline.core.graphs import FULL, NONE, GraphDispatcher
+from paceline.core.graphs import NONE, GraphDispatcher
 from paceline.core.lockstep import Agreement, Vote
 from paceline.core.plan import StepOutput, StepPlan, StepResult, TransferEvent
 from paceline.core.request import Request
@@ -65,17 +65,15 @@ class Executor(Protocol):
 
 
 class Rank:
-    """One data-parallel rank. ``passes_per_step``: forward passes that its drafter makes in a step."""
+    """One data-parallel rank."""
 
-    __slots__ = ("_draft_passes", "_full_width", "_idle", "_largest", "executor", "plan", "scheduler")
+    __slots__ = ("_draft_passes", "_graphs", "_idle", "executor", "plan", "scheduler")
 
     def __init__(self, scheduler: SchedulerLike, executor: Executor, graphs: GraphDispatcher | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
         config = scheduler.config
-        graphs = graphs or GraphDispatcher(config)
-        self._full_width = graphs.width if graphs.enabled else -1
-        self._largest = graphs.sizes[-1]
+        self._graphs = graphs or GraphDispatcher(config)
         uses_passes = config.speculation.method in ("eagle3", "mtp", "draft_model")
         self._draft_passes = config.speculation.num_speculative_tokens if uses_passes else 0
         self._idle = StepPlan(-1, (), 0, 0)
@@ -103,7 +101,7 @@ class Rank:
         plan = self.plan
         if not plan.tokens:
             return Vote(step, wave, 0, 0, 0, NONE, plan is not self._idle, 0, stop)
-        mode = FULL if plan.width == self._full_width and plan.tokens <= self._largest else NONE
+        mode = self._graphs.mode_for(plan.tokens, plan.width)
         return Vote(step, wave, plan.tokens, len(plan.rows), plan.width, mode, True, self._draft_passes, stop)
 
     def launch(self, agreement: Agreement | None = None) -> None:

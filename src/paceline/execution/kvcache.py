@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,9 +28,12 @@ class KVCache:
         self.kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
+        self.layers = [_zeros(shape, dtype) for _ in range(config.num_layers)]
         self._slots = [layer.view(-1, config.head_dim) for layer in self.layers]
         self._pieces = [layer.view(-1, block_size * config.head_dim) for layer in self.layers]
+        self.fused = dtype == torch.bfloat16
+        """Whether `paceline.execution.kernels` reads this cache; they see its numbers as uint16, in ``bits``."""
+        self.bits = [layer.view(torch.uint16).numpy() for layer in self.layers] if self.fused else []
         # Offsets of the heads' keys and values within a block, in slots and in pieces (one head of one block).
         heads = np.arange(2 * self.kv_heads, dtype=np.int64).reshape(2, self.kv_heads)
         self._head_slots = heads * block_size
@@ -67,3 +72,9 @@ class KVCache:
         for slots in self._slots:
             for part in index:
                 slots.index_fill_(0, part, 0.0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory only once they are written: the system hands out zeroed pages at the first touch."""
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import numpy as np
 
+from paceline.core.plan import Row
 from paceline.execution.kvcache import Array
+from paceline.execution.sequence import SequenceState
 
 
 class NgramDrafter:
@@ -21,6 +25,16 @@ class NgramDrafter:
         self.longest = longest
         self.num_speculative_tokens = num_speculative_tokens
         self.max_model_len = max_model_len
+
+    def draft(
+        self,
+        rows: Sequence[Row],
+        states: Sequence[SequenceState],
+        sampled: Sequence[tuple[int, ...]],
+        failed: Collection[int],
+    ) -> list[tuple[int, ...]]:
+        """Drafts for each row that sampled; rows that ``failed`` did not."""
+        return [self.propose(state.tokens) if tokens else () for state, tokens in zip(states, sampled, strict=True)]
 
     def propose(self, tokens: Array) -> tuple[int, ...]:
         """At most K drafts for the sequence ``tokens`` (int64), none at or past position ``max_model_len``."""

@@ -2,7 +2,8 @@
 """Verification of drafts: how many a row accepts, and the model's own token after them.
 
 Lossless verification (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023) leaves
-the distribution of the output as it is without drafts. Synthetic verification accepts at given rates, whatever
+the distribution of the output as it is without drafts: that of the model at the request's temperature, cut by its
+filters; penalties are in the logits before. Synthetic verification accepts at given rates, whatever
 the model says, and serves benchmarks.
 
 A placeholder draft (-1) is rejected before anything is looked up for it, under every method.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.execution.sampler import Purpose, draw, probabilities, uniform
+from paceline.execution.sampler import Filters, Purpose, draw, filtered, probabilities, uniform
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class Verification:
     """One row to verify: logits of its 1 + len(drafts) last positions, from row ``first`` of the batch on.
 
     ``position``: index of the first token to choose among the request's output tokens. ``q``: the drafter's
-    distribution at each draft [drafts, vocabulary], None for a greedy drafter, whose q is one-hot.
+    distribution at each draft [drafts, vocabulary], None for a greedy drafter, whose q is one-hot. ``filters``: what is
+    kept of the distribution, None: all.
     """
 
     first: int
@@ -33,6 +35,7 @@ class Verification:
     seed: int
     position: int
     q: Tensor | None = None
+    filters: Filters | None = None
 
     def number(self, offset: int, purpose: Purpose) -> float:
         """The random number for the token ``offset`` places after the first."""
@@ -89,6 +92,9 @@ def _verify_sampled(
 ) -> list[tuple[int, ...]]:
     positions = [p for row in rows for p in range(row.first, row.first + len(row.drafts) + 1)]
     p = probabilities(logits[positions], [row.temperature for row in rows for _ in range(len(row.drafts) + 1)])
+    cut = [row.filters for row in rows for _ in range(len(row.drafts) + 1)]
+    if places := [i for i, f in enumerate(cut) if f is not None]:
+        p[places] = filtered(p[places], [f for f in cut if f is not None])
     counts, finals, numbers = [], [], []
     first = 0
     for row in rows:

@@ -11,15 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.config import EngineConfig, SpeculationConfig, require
+from paceline.core.config import EngineConfig, require
 from paceline.core.lockstep import Agreement
-from paceline.core.plan import Row, StepPlan, StepResult
+from paceline.core.plan import Row, StepPlan, StepResult, TokenLogprobs
 from paceline.core.verifier import conditional_rates
 from paceline.execution.attention import PagedAttention, RowSpan, batch_order
+from paceline.execution.draft_model import ModelDrafter, check_draft_model
 from paceline.execution.kvcache import KVCache
+from paceline.execution.logprobs import Scoring, score
 from paceline.execution.ngram import NgramDrafter
 from paceline.execution.rejection import Verification, verify
-from paceline.execution.sequence import PlanMismatch, SequenceState
+from paceline.execution.sequence import PlanMismatch, SequenceState, adjusted
 from paceline.models.llama import Llama
 
 
@@ -45,8 +47,10 @@ class ModelExecutor:
     It keeps the KV cache, and per sequence the tokens and the block table; the scheduler owns every decision.
     """
 
-    def __init__(self, model: Llama, config: EngineConfig, *, seed: int = 0) -> None:
+    def __init__(self, model: Llama, config: EngineConfig, *, seed: int = 0, draft: Llama | None = None) -> None:
         """``seed`` makes the random numbers of requests without one of their own repeatable.
+
+        ``draft``: the model that speculation method ``draft_model`` drafts with.
 
         Raises:
             ConfigError: the configuration asks for what this executor cannot do.
@@ -57,7 +61,7 @@ class ModelExecutor:
         self.seed = seed
         cache = config.cache
         self.cache = KVCache(model.config, cache.num_blocks, cache.block_size, model.dtype)
-        self._drafter = _drafter(config.speculation, config.scheduler.max_model_len)
+        self._drafter = _drafter(config, model, draft)
         synthetic = config.speculation.rejection_sample_method == "synthetic"
         self._synthetic = conditional_rates(config.speculation) if synthetic else None
         self._sequences: dict[int, SequenceState] = {}
@@ -108,13 +112,17 @@ class ModelExecutor:
         hidden = self.model.forward(batch.tokens, batch.positions, attention)
         sampled: list[tuple[int, ...]] = [()] * len(plan.rows)
         errors = self._poisoned(batch, hidden)
-        self._sample(batch, hidden, sampled, errors)
+        logprobs = self._sample(batch, hidden, sampled, errors)
         forwarded = perf_counter()
-        drafts = self._draft(plan.rows, sampled) if self._drafter is not None else ()
+        drafts: Sequence[tuple[int, ...]] = ()
+        if self._drafter is not None:
+            states = [self._sequences[row.seq] for row in plan.rows]
+            drafts = self._drafter.draft(plan.rows, states, sampled, errors)
         return StepResult(
             plan.step,
             sampled,
             drafts,
+            logprobs,
             errors=errors or None,
             forward_s=forwarded - began,
             draft_s=perf_counter() - forwarded,
@@ -160,8 +168,13 @@ class ModelExecutor:
                 self.cache.clear(self.cache.slot_index(blocks, positions % self.cache.block_size))
         return errors
 
-    def _sample(self, batch: _Batch, hidden: Tensor, sampled: list[tuple[int, ...]], errors: dict[int, str]) -> None:
-        """Fill ``sampled`` for the rows that sample and carry no error, and append the tokens to their sequences."""
+    def _sample(
+        self, batch: _Batch, hidden: Tensor, sampled: list[tuple[int, ...]], errors: dict[int, str]
+    ) -> list[tuple[TokenLogprobs, ...] | None] | None:
+        """Fill ``sampled`` for the rows that sample and carry no error, and append the tokens to their sequences.
+
+        Returns log-probabilities for each row of the plan that asked; None if nobody did.
+        """
         wanted: list[int] = []
         verifications: list[Verification] = []
         owners: list[int] = []
@@ -169,43 +182,54 @@ class ModelExecutor:
             if not row.samples or index in errors:
                 continue
             last = batch.firsts[i] + row.n
-            verifications.append(Verification(len(wanted), row.drafts, state.temperature, state.seed, state.num_output))
+            verifications.append(state.verification(len(wanted), row.drafts))
             wanted.extend(range(last - len(row.drafts) - 1, last))
             owners.append(i)
         if not owners:
-            return
-        logits = self.model.logits(hidden[wanted])
+            return None
+        states = [batch.states[i] for i in owners]
+        raw = self.model.logits(hidden[wanted])
+        logits = adjusted(raw, verifications, states)
         top, best = logits.max(-1)
         finite = top.isfinite().tolist()
         chosen = verify(logits, best.tolist(), verifications, self._synthetic)
         for i, v, tokens in zip(owners, verifications, chosen, strict=True):
             index = batch.indices[i]
             if not all(finite[v.first : v.first + len(v.drafts) + 1]):
-                errors[index] = "a logit is not finite"
+                errors[index] = "the best logit is not finite"
                 continue
             sampled[index] = tokens
             batch.states[i].append(tokens)
-
-    def _draft(self, rows: Sequence[Row], sampled: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        drafter = self._drafter
-        assert drafter is not None
-        return [
-            drafter.propose(self._sequences[row.seq].tokens) if tokens else ()
-            for row, tokens in zip(rows, sampled, strict=True)
+        if all(state.num_logprobs is None for state in states):
+            return None
+        scorings = [
+            (batch.indices[i], Scoring(v.first, sampled[batch.indices[i]], state.num_logprobs))
+            for i, v, state in zip(owners, verifications, states, strict=True)
+            if state.num_logprobs is not None and sampled[batch.indices[i]]
         ]
+        logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * len(sampled)
+        for (index, _), scored in zip(scorings, score(raw, [s for _, s in scorings]), strict=True):
+            logprobs[index] = scored
+        return logprobs
 
 
-def _drafter(config: SpeculationConfig, max_model_len: int) -> NgramDrafter | None:
-    if config.method is None:
+def _drafter(config: EngineConfig, target: Llama, draft: Llama | None) -> NgramDrafter | ModelDrafter | None:
+    speculation, max_model_len = config.speculation, config.scheduler.max_model_len
+    if speculation.method is None:
         return None
-    return NgramDrafter(
-        config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens, max_model_len
-    )
+    if speculation.method == "draft_model":
+        require(draft is not None, "speculation.model", "method 'draft_model' needs a loaded draft model")
+        assert draft is not None
+        check_draft_model(draft.config, target.config, max_model_len)
+        return ModelDrafter(draft, config)
+    lookup = speculation.prompt_lookup_min, speculation.prompt_lookup_max
+    return NgramDrafter(*lookup, speculation.num_speculative_tokens, max_model_len)
 
 
 def _refuse_unsupported(config: EngineConfig, model: Llama) -> None:
     method = config.speculation.method
-    require(method in (None, "ngram"), "speculation.method", f"{method!r} has no drafter here; use 'ngram'")
+    known = (None, "ngram", "draft_model")
+    require(method in known, "speculation.method", f"{method!r} has no drafter here; use 'ngram' or 'draft_model'")
     require(config.graphs.mode == "NONE", "graphs.mode", "this executor runs every step eagerly; use NONE")
     kinds = [group.kind for group in config.cache.groups]
     require(kinds == ["full"], "cache.groups", f"a Llama model has one group of full attention, not {kinds}")

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing tokens: greedy, or by temperature with random numbers that depend on the request alone."""
+"""Choosing tokens: greedy, or from a distribution with random numbers that depend on the request alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from paceline.core.request import SamplingParams
 
 _MASK = 2**64 - 1
 
@@ -48,6 +52,60 @@ def probabilities(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
     """Softmax of ``logits`` [rows, vocabulary] at each row's temperature (> 0), float32."""
     shifted = logits - logits.amax(-1, keepdim=True)
     return torch.softmax(shifted / torch.tensor(temperatures, dtype=logits.dtype)[:, None], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """What of a request's distribution is kept; `of` gives None for a request that keeps all of it.
+
+    Applied in the order of the fields, each to what is left, normalised: tokens at least ``min_p`` times as likely as
+    the likeliest; the ``top_k`` likeliest; the likeliest that together have probability ``top_p`` (nucleus sampling,
+    Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020). Tokens as likely as the last one kept are
+    kept too, so that the choice does not depend on the order in which equals are found.
+    """
+
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @staticmethod
+    def of(params: SamplingParams) -> Filters | None:
+        """None where nothing is cut: the defaults, or greedy decoding, whose choice is the same in any case."""
+        top_k = max(params.top_k, 0)
+        if params.temperature == 0.0 or (params.min_p == 0.0 and top_k == 0 and params.top_p == 1.0):
+            return None
+        return Filters(params.min_p, top_k, params.top_p)
+
+
+NUCLEUS_GUESS = 256
+"""How many of the likeliest tokens are sorted first; a nucleus that is larger costs a sort of the vocabulary."""
+
+
+def filtered(p: Tensor, filters: Sequence[Filters]) -> Tensor:
+    """Distributions ``p`` [rows, vocabulary] cut by each row's filters, and normalised again."""
+    vocabulary = p.shape[-1]
+    min_p = torch.tensor([f.min_p for f in filters], dtype=p.dtype)[:, None]
+    p = p.where(p >= min_p * p.amax(-1, keepdim=True), 0.0)
+    for i, f in enumerate(filters):
+        if 0 < f.top_k < vocabulary:
+            p[i][p[i] < p[i].topk(f.top_k).values[-1]] = 0.0
+    for i, f in enumerate(filters):
+        if f.top_p < 1.0:
+            p[i][p[i] < _nucleus_edge(p[i], f.top_p)] = 0.0
+    # In float64, so that the rounding of the sum does not depend on how many rows are summed at once.
+    return p / p.sum(-1, keepdim=True, dtype=torch.float64).to(p.dtype)
+
+
+def _nucleus_edge(p: Tensor, top_p: float) -> Tensor:
+    """Probability of the last token of the smallest set of likeliest tokens that has ``top_p`` of the sum of ``p``."""
+    target = top_p * p.sum(dtype=torch.float64)
+    best = p.topk(min(NUCLEUS_GUESS, len(p))).values
+    reached = best.cumsum(0, dtype=torch.float64) >= target
+    if not reached[-1]:
+        # numpy sorts floats several times as fast as torch on CPUs.
+        best = torch.from_numpy(np.sort(p.numpy())[::-1].copy())
+        reached = best.cumsum(0, dtype=torch.float64) >= target
+    return best[int(reached.int().argmax())] if reached[-1] else best[-1]
 
 
 def draw(weights: Tensor, numbers: Sequence[float]) -> list[int]:

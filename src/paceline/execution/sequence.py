@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an executor remembers of a sequence between steps: its tokens, its blocks, its seed."""
+"""What an executor remembers of a sequence between steps: its tokens, its blocks, how it is sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
-from paceline.core.plan import BlockUpdate, NewSequence
+from paceline.core.plan import PLACEHOLDER, BlockUpdate, NewSequence
 from paceline.execution.kvcache import Array
-from paceline.execution.sampler import derived_seed
+from paceline.execution.penalties import Adjustments
+from paceline.execution.rejection import Verification
+from paceline.execution.sampler import Filters, derived_seed
 
 
 class PlanMismatch(RuntimeError):
@@ -23,12 +26,27 @@ class SequenceState:
     anything but positions crossing the seam.
     """
 
-    __slots__ = ("_blocks", "_num_blocks", "_num_tokens", "_tokens", "num_prompt", "seed", "seq", "temperature")
+    __slots__ = (
+        "_blocks",
+        "_num_blocks",
+        "_num_tokens",
+        "_tokens",
+        "adjustments",
+        "filters",
+        "num_logprobs",
+        "num_prompt",
+        "seed",
+        "seq",
+        "temperature",
+    )
 
     def __init__(self, new: NewSequence, executor_seed: int) -> None:
         self.seq = new.seq
         self.num_prompt = new.source.length
         self.temperature = new.params.temperature
+        self.adjustments = Adjustments.of(new.params, new.stop_ids)
+        self.filters = Filters.of(new.params)
+        self.num_logprobs = new.params.logprobs
         seed = new.params.seed
         self.seed = derived_seed(executor_seed, new.seq) if seed is None else seed
         self._tokens = np.array(new.source.tokens(0, self.num_prompt), dtype=np.int64)
@@ -83,6 +101,32 @@ class SequenceState:
             return known
         # What a placeholder computes is never used: it is rejected, and its position is written again.
         return np.concatenate((known, np.maximum(np.array(drafts, dtype=np.int64), 0)))
+
+    def verification(self, first: int, drafts: tuple[int, ...]) -> Verification:
+        """How its row is verified whose logits begin at row ``first`` of those of the batch."""
+        return Verification(first, drafts, self.temperature, self.seed, self.num_output, filters=self.filters)
+
+
+def adjusted(logits: Tensor, rows: Sequence[Verification], states: Sequence[SequenceState]) -> Tensor:
+    """``logits`` [positions, vocabulary] with the adjustments of each row's sequence; a copy if there are any.
+
+    Position j of a row counts the drafts before it as output: each position is what it would be if tokens were
+    appended one at a time. Positions behind a placeholder are never used and are left alone.
+    """
+    changes = [(row, state) for row, state in zip(rows, states, strict=True) if state.adjustments is not None]
+    if not changes:
+        return logits
+    logits = logits.clone()
+    for row, state in changes:
+        assert state.adjustments is not None
+        drafts = row.drafts[: row.drafts.index(PLACEHOLDER)] if PLACEHOLDER in row.drafts else row.drafts
+        tokens = np.concatenate((state.tokens, np.array(drafts, dtype=np.int64)))
+        known = len(tokens) - len(drafts)
+        for j in range(len(drafts) + 1):
+            state.adjustments.apply(
+                logits[row.first + j], tokens[: state.num_prompt], tokens[state.num_prompt : known + j]
+            )
+    return logits
 
 
 def _appended(array: Array, used: int, values: Sequence[int]) -> Array:

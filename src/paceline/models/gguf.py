@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama-architecture models from GGUF files: weights dequantised, tokenizer and chat template from the metadata."""
+"""Llama and Qwen2 models from GGUF files: weights dequantised, tokenizer and chat template from the metadata."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.models.llama import Llama
-from paceline.models.spec import LlamaConfig, LoadedModel, RopeScaling, UnsupportedModel, resolve_dtype
+from paceline.models.build import build_model
+from paceline.models.gguf_file import GGUFFile
+from paceline.models.spec import LlamaConfig, LoadedModel, RopeScaling, UnsupportedModel
 from paceline.models.tokenizer import Tokenizer, byte_level_tokenizer
-
-_REQUIRED = object()
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -34,61 +32,39 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+ARCHITECTURES = ("llama", "qwen2")
 _ROPE_FACTORS = "rope_freqs.weight"
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class _File:
-    """Metadata and tensors of one GGUF file, read on demand."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._reader = gguf.GGUFReader(path)
-        self.tensors = {t.name: t for t in self._reader.tensors}
-
-    def get(self, key: str, default: Any = _REQUIRED) -> Any:
-        field = self._reader.get_field(key)
-        if field is not None:
-            return field.contents()
-        if default is _REQUIRED:
-            raise UnsupportedModel(f"{self.path}: the metadata has no {key}")
-        return default
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor as float32, dequantised where needed."""
-        stored = self.tensors.get(name)
-        if stored is None:
-            raise UnsupportedModel(f"{self.path}: there is no tensor {name}")
-        values = gguf.quants.dequantize(stored.data, stored.tensor_type)
-        return torch.from_numpy(np.array(values, dtype=np.float32))
-
-
-def load_gguf(path: Path, dtype: str = "auto", name: str | None = None) -> LoadedModel:
-    """Load a GGUF file of architecture ``llama``.
+def load_gguf(path: Path, dtype: str = "auto", name: str | None = None, quantization: str | None = None) -> LoadedModel:
+    """Load a GGUF file of architecture ``llama`` or ``qwen2``.
 
     Raises:
         UnsupportedModel: the architecture, a tensor, the rope scaling or the tokenizer is not supported.
-        ValueError: ``dtype`` is not auto, float32 or bfloat16.
+        ValueError: ``dtype`` or ``quantization`` is none of the known ones.
     """
-    file = _File(path)
+    file = GGUFFile(path)
     config = read_config(file.get, file.tensors, file.tensor)
-    names = _weight_names(config.num_layers)
+    names = _weight_names(config)
     unknown = sorted(set(file.tensors) - set(names.values()) - {_ROPE_FACTORS})
     if unknown:
         raise UnsupportedModel(f"{path}: tensors without a place in a Llama model: {', '.join(unknown[:5])}")
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-    torch_dtype = resolve_dtype(dtype, _STORED.get(file.tensors["blk.0.attn_q.weight"].tensor_type.name, torch.uint8))
+    # Only the converter of Llama models reorders rows.
+    interleaved = file.get("general.architecture") == "llama"
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if interleaved else {}
+    stored = _STORED.get(file.tensors["blk.0.attn_q.weight"].tensor_type.name, torch.uint8)
 
     def get(weight: str) -> Tensor:
         tensor = file.tensor(names[weight])
         kind = weight.split(".")[-2]
         if kind in heads:
             tensor = half_split_rows(tensor, heads[kind])
-        return tensor.to(torch_dtype)
+        return tensor
 
     return LoadedModel(
         name=name or path.stem,
-        model=Llama(config, torch_dtype, get),
+        model=build_model(config, get, dtype, quantization, stored),
         tokenizer=read_tokenizer(file.get),
         eos_token_ids=_eos_token_ids(file.get),
     )
@@ -109,50 +85,54 @@ def read_config(
     get: Callable[..., Any], tensors: dict[str, Any], tensor: Callable[[str], Tensor] | None = None
 ) -> LlamaConfig:
     """The model's shape from GGUF metadata (``get(key[, default])``) and the names of its tensors."""
-    architecture = get("general.architecture")
-    if architecture != "llama":
-        raise UnsupportedModel(f"general.architecture: {architecture!r} is not supported, only 'llama' is")
-    if experts := get("llama.expert_count", 0):
-        raise UnsupportedModel(f"llama.expert_count: a mixture of {experts} experts is not supported")
-    heads, hidden = get("llama.attention.head_count"), get("llama.embedding_length")
-    head_dim = get("llama.attention.key_length", hidden // heads)
-    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
+    name = get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise UnsupportedModel(f"general.architecture: {name!r} is not supported, only {', '.join(ARCHITECTURES)} are")
+    if experts := get(f"{name}.expert_count", 0):
+        raise UnsupportedModel(f"{name}.expert_count: a mixture of {experts} experts is not supported")
+    window = get(f"{name}.attention.sliding_window", None)
+    heads, hidden = get(f"{name}.attention.head_count"), get(f"{name}.embedding_length")
+    head_dim = get(f"{name}.attention.key_length", hidden // heads)
+    for key in (f"{name}.attention.value_length", f"{name}.rope.dimension_count"):
         if (found := get(key, head_dim)) != head_dim:
             raise UnsupportedModel(f"{key}: {found} differs from the head dimension {head_dim}")
-    context = get("llama.context_length")
+    context = get(f"{name}.context_length") if window is None else min(get(f"{name}.context_length"), window)
     return LlamaConfig(
         vocab_size=int(tensors["token_embd.weight"].shape[-1]),
         hidden_size=hidden,
-        intermediate_size=get("llama.feed_forward_length"),
-        num_layers=get("llama.block_count"),
+        intermediate_size=get(f"{name}.feed_forward_length"),
+        num_layers=get(f"{name}.block_count"),
         num_heads=heads,
-        num_kv_heads=get("llama.attention.head_count_kv", heads),
+        num_kv_heads=get(f"{name}.attention.head_count_kv", heads),
         head_dim=head_dim,
-        rms_norm_eps=get("llama.attention.layer_norm_rms_epsilon"),
-        rope_theta=get("llama.rope.freq_base", 10000.0),
+        rms_norm_eps=get(f"{name}.attention.layer_norm_rms_epsilon"),
+        rope_theta=get(f"{name}.rope.freq_base", 10000.0),
         max_position=context,
         tie_word_embeddings="output.weight" not in tensors,
-        rope_scaling=_rope_scaling(get, tensor if _ROPE_FACTORS in tensors else None),
+        rope_scaling=_rope_scaling(name, get, tensor if _ROPE_FACTORS in tensors else None),
+        qkv_bias=name == "qwen2",
     )
 
 
-def _rope_scaling(get: Callable[..., Any], tensor: Callable[[str], Tensor] | None) -> RopeScaling | None:
-    kind = get("llama.rope.scaling.type", "none")
+def _rope_scaling(name: str, get: Callable[..., Any], tensor: Callable[[str], Tensor] | None) -> RopeScaling | None:
+    kind = get(f"{name}.rope.scaling.type", "none")
     if kind == "linear":
-        return RopeScaling("linear", factor=get("llama.rope.scaling.factor"))
+        return RopeScaling("linear", factor=get(f"{name}.rope.scaling.factor"))
     if kind != "none":
-        raise UnsupportedModel(f"llama.rope.scaling.type: {kind!r} is not supported (none and linear are)")
+        raise UnsupportedModel(f"{name}.rope.scaling.type: {kind!r} is not supported (none and linear are)")
     if tensor is not None:
         return RopeScaling("factors", factors=tuple(tensor(_ROPE_FACTORS).tolist()))
     return None
 
 
-def _weight_names(layers: int) -> dict[str, str]:
+def _weight_names(config: LlamaConfig) -> dict[str, str]:
     """Hugging Face's name of each weight -> GGUF's."""
     names = {theirs: ours for ours, theirs in _TOP.items()}
-    for i in range(layers):
+    for i in range(config.num_layers):
         for ours, theirs in _LAYER.items():
             names[f"model.layers.{i}.{theirs}.weight"] = f"blk.{i}.{ours}.weight"
+        for part in "qkv" if config.qkv_bias else "":
+            names[f"model.layers.{i}.self_attn.{part}_proj.bias"] = f"blk.{i}.attn_{part}.bias"
     return names
 
 

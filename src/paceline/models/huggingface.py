@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama models from a Hugging Face folder: config.json, safetensors (sharded or not), tokenizer.json."""
+"""The Llama family (Llama, Mistral, Qwen2, Qwen3) from Hugging Face folders: config.json, safetensors, tokenizer.json."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.models.llama import Llama
-from paceline.models.spec import LlamaConfig, LoadedModel, RopeScaling, UnsupportedModel, resolve_dtype
+from paceline.models.build import build_model
+from paceline.models.spec import LlamaConfig, LoadedModel, RopeScaling, UnsupportedModel
 from paceline.models.tokenizer import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Architecture -> model_type, as ``config.json`` names them."""
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -59,23 +67,24 @@ class _Shards:
         return tensor
 
 
-def load_huggingface(folder: Path, dtype: str = "auto", name: str | None = None) -> LoadedModel:
+def load_huggingface(
+    folder: Path, dtype: str = "auto", name: str | None = None, quantization: str | None = None
+) -> LoadedModel:
     """Load a folder as ``save_pretrained`` writes it.
 
     Raises:
         UnsupportedModel: a file is missing or the model needs what this engine lacks.
-        ValueError: ``dtype`` is not auto, float32 or bfloat16.
+        ValueError: ``dtype`` or ``quantization`` is none of the known ones.
     """
     raw = _read_json(folder / "config.json")
     config = read_config(raw)
     shards = _Shards(folder)
     _refuse_unused(shards.names, config)
-    first = shards.get("model.embed_tokens.weight")
-    torch_dtype = resolve_dtype(dtype, first.dtype)
+    stored = shards.get("model.embed_tokens.weight").dtype
     tokenizer, eos_token = _tokenizer(folder)
     return LoadedModel(
         name=name or folder.resolve().name,
-        model=Llama(config, torch_dtype, lambda weight: shards.get(weight).to(torch_dtype)),
+        model=build_model(config, shards.get, dtype, quantization, stored),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(folder, raw, tokenizer, eos_token),
     )
@@ -84,14 +93,17 @@ def load_huggingface(folder: Path, dtype: str = "auto", name: str | None = None)
 def read_config(raw: dict[str, Any]) -> LlamaConfig:
     """The model's shape from ``config.json``.
 
+    Within a sliding window, attention is plain attention: a model that has one gets it as its context length.
+
     Raises:
-        UnsupportedModel: an architecture or feature outside the plain Llama family, by name.
+        UnsupportedModel: an architecture or feature outside the families above, by name.
     """
-    architectures = raw.get("architectures") or ["LlamaForCausalLM"]
-    if architectures != ["LlamaForCausalLM"] or raw.get("model_type", "llama") != "llama":
+    architecture = (raw.get("architectures") or ["LlamaForCausalLM"])[0]
+    family = FAMILIES.get(architecture)
+    if family is None or raw.get("model_type", family) != family:
         raise UnsupportedModel(
-            f"architectures: {', '.join(architectures)} (model_type {raw.get('model_type')!r}) is not supported,"
-            " only LlamaForCausalLM is"
+            f"architectures: {architecture} (model_type {raw.get('model_type')!r}) is not supported,"
+            f" only {', '.join(FAMILIES)} are"
         )
     if quantization := raw.get("quantization_config"):
         method = quantization.get("quant_method", "unknown")
@@ -111,10 +123,20 @@ def read_config(raw: dict[str, Any]) -> LlamaConfig:
         head_dim=raw.get("head_dim") or hidden // heads,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
-        max_position=raw["max_position_embeddings"],
+        max_position=int(min(raw["max_position_embeddings"], _window(raw, family))),
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         rope_scaling=_rope_scaling(rope),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
     )
+
+
+def _window(raw: dict[str, Any], family: str) -> float:
+    """The sliding window in tokens, infinite where none is used: Qwen's configurations name one, switched off."""
+    window = raw.get("sliding_window")
+    if window is None or (family.startswith("qwen") and not raw.get("use_sliding_window", False)):
+        return math.inf
+    return float(window)
 
 
 def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
@@ -138,14 +160,13 @@ def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
 
 def _refuse_unused(names: set[str], config: LlamaConfig) -> None:
     """A weight that nothing would read means that the model is not the one its configuration describes."""
-    layer = (
-        "input_layernorm",
-        "post_attention_layernorm",
-        *(f"self_attn.{p}_proj" for p in "qkvo"),
-        *(f"mlp.{p}_proj" for p in ("gate", "up", "down")),
-    )
+    layer = [f"{part}.weight" for part in ("input_layernorm", "post_attention_layernorm")]
+    layer += [f"self_attn.{p}_proj.weight" for p in "qkvo"]
+    layer += [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
+    layer += [f"self_attn.{p}_proj.bias" for p in "qkv"] if config.qkv_bias else []
+    layer += [f"self_attn.{p}_norm.weight" for p in "qk"] if config.qk_norm else []
     known = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    known |= {f"model.layers.{i}.{part}.weight" for i in range(config.num_layers) for part in layer}
+    known |= {f"model.layers.{i}.{part}" for i in range(config.num_layers) for part in layer}
     # Old checkpoints store what the configuration already says.
     unused = sorted(n for n in names - known if not n.endswith("rotary_emb.inv_freq"))
     if unused:

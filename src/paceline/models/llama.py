@@ -37,7 +37,10 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LlamaLayer:
-    """Weights of one decoder layer: ``qkv`` and ``gate_up`` are stacked by rows, each used in one product."""
+    """Weights of one decoder layer: ``qkv`` and ``gate_up`` are stacked by rows, each used in one product.
+
+    ``qkv_bias`` [rows of qkv] and ``qk_norms`` [2, head_dim] (of queries, of keys) are None where a family lacks them.
+    """
 
     attn_norm: Tensor
     qkv: Tensor
@@ -45,6 +48,8 @@ class LlamaLayer:
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    qkv_bias: Tensor | None = None
+    qk_norms: Tensor | None = None
 
 
 def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> Tensor:
@@ -78,40 +83,49 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(weight, x.contiguous().t()).t()
 
 
-class _Checked:
+class Take(Protocol):
     """A source of weights that compares each shape with the one the configuration asks for."""
 
-    def __init__(self, get: GetTensor) -> None:
-        self._get = get
+    def __call__(self, name: str, *shape: int) -> Tensor: ...
 
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        tensor = self._get(name)
+
+def taking(get: GetTensor) -> Take:
+    """``get`` with its shapes checked; UnsupportedModel names a weight of another shape."""
+
+    def take(name: str, *shape: int) -> Tensor:
+        tensor = get(name)
         if tuple(tensor.shape) != shape:
             raise UnsupportedModel(f"{name}: the configuration asks for shape {shape}, found {tuple(tensor.shape)}")
         return tensor.contiguous()
 
+    return take
 
-def _layer(c: LlamaConfig, take: _Checked, prefix: str) -> LlamaLayer:
+
+def take_layer(c: LlamaConfig, take: Take, index: int) -> LlamaLayer:
+    """The weights of layer ``index``, stacked."""
+    prefix = f"model.layers.{index}."
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     attn, mlp = prefix + "self_attn.", prefix + "mlp."
-    qkv = [
-        take(attn + "q_proj.weight", q, c.hidden_size),
-        take(attn + "k_proj.weight", kv, c.hidden_size),
-        take(attn + "v_proj.weight", kv, c.hidden_size),
-    ]
+    parts = (("q", q), ("k", kv), ("v", kv))
     gate_up = [take(mlp + f"{name}_proj.weight", c.intermediate_size, c.hidden_size) for name in ("gate", "up")]
+    norms = [take(attn + f"{name}_norm.weight", c.head_dim) for name in ("q", "k")] if c.qk_norm else []
     return LlamaLayer(
         attn_norm=take(prefix + "input_layernorm.weight", c.hidden_size),
-        qkv=torch.cat(qkv),
+        qkv=torch.cat([take(attn + f"{name}_proj.weight", rows, c.hidden_size) for name, rows in parts]),
         o=take(attn + "o_proj.weight", c.hidden_size, q),
         mlp_norm=take(prefix + "post_attention_layernorm.weight", c.hidden_size),
         gate_up=torch.cat(gate_up),
         down=take(mlp + "down_proj.weight", c.hidden_size, c.intermediate_size),
+        qkv_bias=torch.cat([take(attn + f"{name}_proj.bias", rows) for name, rows in parts]) if c.qkv_bias else None,
+        qk_norms=torch.stack(norms) if norms else None,
     )
 
 
 class Llama:
-    """A decoder whose weights are plain tensors; all methods run under ``torch.inference_mode``."""
+    """A decoder whose weights are plain tensors; all methods run under ``torch.inference_mode``.
+
+    ``dtype`` is that of the KV cache (and, here, of weights and activations); ``quantization`` of its weights, if any.
+    """
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, get: GetTensor) -> None:
         """Take every weight from ``get``.
@@ -121,10 +135,11 @@ class Llama:
         """
         self.config = config
         self.dtype = dtype
-        take = _Checked(get)
+        self.quantization: str | None = None
+        take = taking(get)
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embedding = take("model.embed_tokens.weight", *vocabulary)
-        self.layers = [_layer(config, take, f"model.layers.{i}.") for i in range(config.num_layers)]
+        self.layers = [take_layer(config, take, i) for i in range(config.num_layers)]
         self.final_norm = take("model.norm.weight", config.hidden_size)
         self.head = self.embedding if config.tie_word_embeddings else take("lm_head.weight", *vocabulary)
         self._rotary = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
@@ -150,8 +165,20 @@ class Llama:
         x = F.embedding(tokens, self.embedding)
         for i, layer in enumerate(self.layers):
             h = F.rms_norm(x, size, layer.attn_norm, eps)
-            qkv = project(h, layer.qkv).view(-1, rotated + c.num_kv_heads, c.head_dim)
-            qk = _rotate(qkv[:, :rotated], cos, sin)
+            qkv = project(h, layer.qkv)
+            if layer.qkv_bias is not None:
+                qkv = qkv + layer.qkv_bias
+            qkv = qkv.view(-1, rotated + c.num_kv_heads, c.head_dim)
+            qk = qkv[:, :rotated]
+            if layer.qk_norms is not None:
+                qk = torch.cat(
+                    [
+                        F.rms_norm(part, (c.head_dim,), weight, eps)
+                        for part, weight in zip(qk.split([c.num_heads, c.num_kv_heads], 1), layer.qk_norms, strict=True)
+                    ],
+                    1,
+                )
+            qk = _rotate(qk, cos, sin)
             out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], qkv[:, rotated:])
             x = x + project(out, layer.o)
             h = F.rms_norm(x, size, layer.mlp_norm, eps)

@@ -33,21 +33,23 @@ def embedded_model_path(name: str) -> Path:
     raise UnsupportedModel(f"model {name!r}: the installed package {distribution} holds no GGUF file")
 
 
-def load_model(model: str | Path, dtype: str = "auto") -> LoadedModel:
+def load_model(model: str | Path, dtype: str = "auto", quantization: str | None = None) -> LoadedModel:
     """Load ``model``: ``smollm2``, the path of a ``.gguf`` file, or a folder with a ``config.json``.
+
+    ``quantization`` of the weights: int8, none, or None: int8 where they are stored quantised and ``dtype`` is auto.
 
     Raises:
         UnsupportedModel: nothing of that name is found, or it cannot be run.
-        ValueError: ``dtype`` is not auto, float32 or bfloat16.
+        ValueError: ``dtype`` or ``quantization`` is none of the known ones.
     """
     name = str(model)
     if name in EMBEDDED:
-        return load_gguf(embedded_model_path(name), dtype, name)
+        return load_gguf(embedded_model_path(name), dtype, name, quantization)
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return load_gguf(path, dtype)
+        return load_gguf(path, dtype, quantization=quantization)
     if (path / "config.json").is_file():
-        return load_huggingface(path, dtype)
+        return load_huggingface(path, dtype, quantization=quantization)
     raise UnsupportedModel(
         f"model {name!r}: not a known name ({', '.join(EMBEDDED)}), not a .gguf file and not a folder with a"
         " config.json; models are not downloaded"

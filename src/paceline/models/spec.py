@@ -6,15 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from paceline.models.llama import Llama
     from paceline.models.tokenizer import Tokenizer
 
 DType = Literal["auto", "float32", "bfloat16"]
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class UnsupportedModel(ValueError):
@@ -43,7 +41,8 @@ class RopeScaling:
 class LlamaConfig:
     """Shape of a Llama-family decoder; names follow Hugging Face's configuration.
 
-    ``max_position`` is the context length in tokens that the model was made for.
+    ``max_position`` is the context length in tokens that the model was made for. ``qkv_bias``: queries, keys and
+    values have a bias. ``qk_norm``: queries and keys are RMS-normalised head by head, before rotation.
     """
 
     vocab_size: int
@@ -58,6 +57,8 @@ class LlamaConfig:
     max_position: int
     tie_word_embeddings: bool
     rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -87,10 +88,30 @@ def resolve_dtype(wanted: str, stored: torch.dtype) -> torch.dtype:
     Raises:
         ValueError: ``wanted`` is another dtype.
     """
+    import torch
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if wanted == "auto":
         if stored == torch.float16:
             return torch.bfloat16
-        return stored if stored in _DTYPES.values() else torch.float32
-    if wanted not in _DTYPES:
-        raise ValueError(f"dtype: must be auto, {' or '.join(_DTYPES)}, got {wanted!r}")
-    return _DTYPES[wanted]
+        return stored if stored in dtypes.values() else torch.float32
+    if wanted not in dtypes:
+        raise ValueError(f"dtype: must be auto, {' or '.join(dtypes)}, got {wanted!r}")
+    return dtypes[wanted]
+
+
+def resolve_quantization(wanted: str | None, dtype: str, stored: torch.dtype) -> Literal["int8"] | None:
+    """How weights are kept: ``int8`` or as ``dtype`` says.
+
+    Nothing said, weights that are stored quantised (as integers) become int8, unless a dtype is asked for.
+
+    Raises:
+        ValueError: ``wanted`` is not int8, none or None, or int8 is asked for together with float32.
+    """
+    if wanted not in (None, "none", "int8"):
+        raise ValueError(f"quantization: must be int8 or none, got {wanted!r}")
+    if wanted == "int8" and dtype == "float32":
+        raise ValueError("quantization: int8 keeps its KV cache in bfloat16; leave dtype at auto, or quantization out")
+    if wanted == "int8" or (wanted is None and dtype == "auto" and not stored.is_floating_point):
+        return "int8"
+    return None

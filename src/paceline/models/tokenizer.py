@@ -12,7 +12,7 @@ import tokenizers
 from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from paceline.models.spec import UnsupportedModel
 
@@ -27,6 +27,12 @@ _LLAMA3_SPLIT = (
 _PRE_TOKENIZERS = {
     "gpt-2": _BYTE_LEVEL,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _BYTE_LEVEL]),
+    "qwen2": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
     "llama-bpe": pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), "isolated"),
@@ -62,6 +68,8 @@ def byte_level_tokenizer(
     # Llama 3 takes a word that is in the vocabulary as it is, without asking the merges.
     bpe = models.BPE(vocabulary, pairs, ignore_merges=pre_tokenizer == "llama-bpe")
     tokenizer = tokenizers.Tokenizer(bpe)
+    if pre_tokenizer == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre_tokenizer]
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(tokens[i], normalized=False, special=True) for i in special])

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paceline.core.config import Policy, require
-from paceline.core.plan import StepOutput
+from paceline.core.plan import StepOutput, TokenLogprobs
 from paceline.core.request import Request, SamplingParams, StoredTokens
 from paceline.core.scheduler import Scheduler
 from paceline.engine.rank import Rank
@@ -23,8 +23,8 @@ from paceline.models.registry import load_model
 from paceline.models.spec import LoadedModel, resolve_dtype
 from paceline.models.tokenizer import Message
 from paceline.runtime.detokenizer import Detokenizer
-from paceline.runtime.options import engine_config, speculation_config
-from paceline.runtime.outputs import CompletionOutput, EngineStats, RequestOutput
+from paceline.runtime.options import engine_config, load_draft, speculation_config
+from paceline.runtime.outputs import CompletionOutput, EngineStats, RequestOutput, position_logprobs
 
 Prompt = str | Mapping[str, Any]
 """A text, or a mapping with ``prompt_token_ids`` (or ``prompt``, a text)."""
@@ -44,6 +44,7 @@ class LLM:
         model: str | Path | LoadedModel,
         *,
         dtype: str = "auto",
+        quantization: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 128,
         max_num_batched_tokens: int = 2048,
@@ -61,7 +62,9 @@ class LLM:
 
         Args:
             model: ``smollm2``, a ``.gguf`` file, a Hugging Face folder, or a model loaded before.
-            dtype: of weights and KV cache: float32, bfloat16, or auto (as stored; float32 if quantised).
+            dtype: of weights and KV cache: float32, bfloat16, or auto (as stored).
+            quantization: of the weights: int8 (activations are rounded too, KV cache in bfloat16), none, or None:
+                int8 for weights that are stored quantised if dtype is auto, none otherwise.
             max_model_len: tokens of a prompt and its output together; the model's context by default.
             max_num_seqs: requests that run at the same time.
             max_num_batched_tokens: tokens that one step computes at most.
@@ -71,7 +74,7 @@ class LLM:
             num_gpu_blocks_override: KV blocks, one of them reserved (vLLM's name; they lie in main memory here).
             kv_cache_memory_bytes: memory for the KV cache instead; 1 GiB by default, or what one request needs.
             enable_prefix_caching: share the KV of equal beginnings.
-            speculative_config: vLLM's keys and ``pad_resumed``; method ngram.
+            speculative_config: vLLM's keys and ``pad_resumed``; methods ngram and draft_model.
             seed: makes sampled requests without a seed of their own repeatable.
             tensor_parallel_size: 1.
 
@@ -81,9 +84,16 @@ class LLM:
         """
         require(tensor_parallel_size == 1, "tensor_parallel_size", f"only 1 is supported, got {tensor_parallel_size}")
         speculation = speculation_config(speculative_config)
-        loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype)
+        loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype, quantization)
         stored = loaded.model.dtype
         require(resolve_dtype(dtype, stored) == stored, "dtype", f"the model was loaded as {stored}, not {dtype}")
+        self._draft = load_draft(speculation, dtype, quantization)
+        kept = loaded.model.quantization
+        require(
+            quantization is None or quantization == (kept or "none"),
+            "quantization",
+            f"the model was loaded with {kept or 'none'}, not {quantization}",
+        )
         self.model = loaded
         self.tokenizer = loaded.tokenizer
         self.config = engine_config(
@@ -99,6 +109,7 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             enable_prefix_caching=enable_prefix_caching,
             speculation=speculation,
+            draft=self._draft,
         )
         self._seed = seed
         self._next_id = 0
@@ -106,7 +117,8 @@ class LLM:
 
     def _start(self) -> None:
         """An engine without requests and with an empty cache."""
-        self._rank = Rank(Scheduler(self.config), ModelExecutor(self.model.model, self.config, seed=self._seed))
+        executor = ModelExecutor(self.model.model, self.config, seed=self._seed, draft=self._draft)
+        self._rank = Rank(Scheduler(self.config), executor)
         self._forward_s = 0.0
         self._draft_s = 0.0
 
@@ -185,6 +197,10 @@ class LLM:
         if priority is not None and len(priority) != count:
             raise ValueError(f"priority: {len(priority)} for {count} prompts; give one per prompt")
         self._check_lengths(encoded)
+        vocabulary = self.model.model.config.vocab_size
+        for given in each:
+            if bad := [token for token in given.logit_bias or () if token >= vocabulary]:
+                raise ValueError(f"sampling_params.logit_bias: {bad[0]} is not an id below {vocabulary}")
         jobs = {}
         for i, ((text, ids), given) in enumerate(zip(encoded, each, strict=True)):
             job = _Job(str(self._next_id), text, ids, given, self.tokenizer)
@@ -259,7 +275,9 @@ class _Job:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
-        self._detokenizer = Detokenizer(tokenizer, params.stop)
+        self._tokenizer = tokenizer
+        self._scored: list[TokenLogprobs] = []
+        self._detokenizer = Detokenizer(tokenizer, params.stop, min_tokens=params.min_tokens)
 
     def take(self, output: StepOutput) -> bool:
         """Append what a step brought, token by token; True if a stop string ended the output."""
@@ -268,6 +286,8 @@ class _Job:
         silent = len(tokens) - 1 if output.finish_reason == "stop" else len(tokens)
         for i, token in enumerate(tokens):
             self.token_ids.append(token)
+            if output.logprobs is not None:
+                self._scored.append(output.logprobs[i])
             if i < silent and self._detokenizer.push(token):
                 return self._stop_at_string()
         if output.finish_reason is None:
@@ -281,10 +301,22 @@ class _Job:
         self.finish_reason, self.stop_reason = "stop", self._detokenizer.stop_reason
         return True
 
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
     def output(self) -> RequestOutput:
         assert self.finish_reason is not None
+        asked = self.params.logprobs is not None
         completion = CompletionOutput(
-            0, self._detokenizer.text, tuple(self.token_ids), self.finish_reason, self.stop_reason, self.error
+            0,
+            self._detokenizer.text,
+            tuple(self.token_ids),
+            self.finish_reason,
+            self.stop_reason,
+            self.error,
+            sum(entry.logprob for entry in self._scored) if asked else None,
+            [position_logprobs(entry, self._decode) for entry in self._scored] if asked else None,
         )
         return RequestOutput(self.request_id, self.prompt, tuple(self.prompt_token_ids), [completion])
 

@@ -20,6 +20,8 @@ from paceline.core.config import (
     require_int,
 )
 from paceline.execution.kvcache import KVCache
+from paceline.models.llama import Llama
+from paceline.models.registry import load_model
 from paceline.models.spec import LlamaConfig
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
@@ -42,14 +44,28 @@ def speculation_config(given: Mapping[str, Any] | None) -> SpeculationConfig:
         require(key in _KEYS, f"speculative_config.{key}", f"unknown key; known are {', '.join(_KEYS)}")
     values = dict(given)
     method = values.get("method")
-    require(method == "ngram", "speculative_config.method", f"{method!r} is not supported; the only method is 'ngram'")
-    require(values.get("model") is None, "speculative_config.model", "method 'ngram' has no model")
+    known = method in ("ngram", "draft_model")
+    require(known, "speculative_config.method", f"{method!r} is not supported; use 'ngram' or 'draft_model'")
+    model = values.get("model")
+    if method == "draft_model":
+        require(isinstance(model, str) and model != "", "speculative_config.model", "method 'draft_model' needs one")
+    else:
+        require(model is None, "speculative_config.model", "method 'ngram' has no model")
     lookups = [values[key] for key in ("prompt_lookup_min", "prompt_lookup_max") if key in values]
     if len(lookups) == 1:
         values["prompt_lookup_min"] = values["prompt_lookup_max"] = lookups[0]
     if values.get("synthetic_acceptance_rates") is not None:
         values["synthetic_acceptance_rates"] = tuple(values["synthetic_acceptance_rates"])
     return SpeculationConfig(**values)
+
+
+def load_draft(speculation: SpeculationConfig, dtype: str, quantization: str | None) -> Llama | None:
+    """The model that drafts, loaded by the same options as the one that it drafts for; None for other methods.
+
+    Raises:
+        UnsupportedModel: it cannot be found or run.
+    """
+    return None if speculation.model is None else load_model(speculation.model, dtype, quantization).model
 
 
 def engine_config(
@@ -66,8 +82,11 @@ def engine_config(
     kv_cache_memory_bytes: int | None,
     enable_prefix_caching: bool,
     speculation: SpeculationConfig,
+    draft: Llama | None = None,
 ) -> EngineConfig:
     """The configuration of one rank that runs ``model``, with its KV pool sized in blocks.
+
+    A block of the pool is one of the model and, where there is a ``draft`` model, one of that.
 
     Raises:
         ConfigError: a value that cannot be honoured.
@@ -91,7 +110,7 @@ def engine_config(
         cache=CacheConfig(
             num_blocks=_num_blocks(
                 1 + -(-least // block_size),
-                KVCache.block_bytes(model, block_size, dtype),
+                block_bytes(model, dtype, draft, block_size),
                 num_gpu_blocks_override,
                 kv_cache_memory_bytes,
             ),
@@ -100,6 +119,12 @@ def engine_config(
         ),
         speculation=speculation,
     )
+
+
+def block_bytes(model: LlamaConfig, dtype: torch.dtype, draft: Llama | None, block_size: int) -> int:
+    """Bytes of one KV block of the pool."""
+    drafting = 0 if draft is None else KVCache.block_bytes(draft.config, block_size, draft.dtype)
+    return KVCache.block_bytes(model, block_size, dtype) + drafting
 
 
 def _num_blocks(least: int, block_bytes: int, override: int | None, memory_bytes: int | None) -> int:

@@ -3,9 +3,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.core.plan import TokenLogprobs
 from paceline.core.stats import SchedulerStats
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's natural log-probability, its ``rank`` (1: the likeliest), and its text alone."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+def position_logprobs(entry: TokenLogprobs, decode: Callable[[Sequence[int]], str]) -> dict[int, Logprob]:
+    """By id: the token of one output position first, then the likeliest, best first."""
+    found = {entry.token_id: Logprob(entry.logprob, entry.rank, decode([entry.token_id]))}
+    for rank, (token, logprob) in enumerate(entry.top, 1):
+        if token not in found:
+            found[token] = Logprob(logprob, rank, decode([token]))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +35,9 @@ class CompletionOutput:
     ``text`` has no special tokens, and ends before the stop string or stop token that ended it; ``token_ids``
     include them. ``finish_reason``: stop, length, or error. ``stop_reason``: the stop string or stop token id,
     None for the model's own end of text. ``error``: what went wrong, for people.
+
+    ``logprobs``: one mapping per token, if they were asked for: the token and the likeliest ones, by id.
+    ``cumulative_logprob``: the sum over the tokens.
     """
 
     index: int
@@ -23,6 +46,8 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: int | str | None = None
     error: str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

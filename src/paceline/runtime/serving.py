@@ -11,12 +11,12 @@ from paceline.core.request import Request, SamplingParams, StoredTokens
 from paceline.core.scheduler import Scheduler
 from paceline.engine.messages import ModelInfo
 from paceline.engine.rank import Executor, Rank
-from paceline.execution.kvcache import KVCache
 from paceline.execution.runner import ModelExecutor
+from paceline.models.llama import Llama
 from paceline.models.registry import load_model
 from paceline.models.spec import LoadedModel
 from paceline.runtime.engine_process import BuiltEngine
-from paceline.runtime.options import engine_config, speculation_config
+from paceline.runtime.options import block_bytes, engine_config, load_draft, speculation_config
 
 FACTORY = f"{__name__}:build_engine"
 WARM_UP_TOKENS = 2
@@ -36,13 +36,17 @@ def build_engine(options: dict[str, Any]) -> BuiltEngine:
     """
     chosen = dict(options)
     name, dtype, seed = chosen.pop("model"), chosen.pop("dtype"), chosen.pop("seed")
+    quantization = chosen.pop("quantization", None)
     speculation = speculation_config(chosen.pop("speculative_config"))
     _check_early(chosen)
-    loaded = load_model(name, dtype)
+    loaded = load_model(name, dtype, quantization)
+    draft = load_draft(speculation, dtype, quantization)
     if chosen["max_model_len"] == "auto":
-        chosen["max_model_len"] = _fitting_length(loaded, chosen, speculation.width + speculation.lookahead_tokens)
-    config = engine_config(loaded.model.config, loaded.model.dtype, speculation=speculation, **chosen)
-    executor = ModelExecutor(loaded.model, config, seed=seed)
+        chosen["max_model_len"] = _fitting_length(
+            loaded, draft, chosen, speculation.width + speculation.lookahead_tokens
+        )
+    config = engine_config(loaded.model.config, loaded.model.dtype, speculation=speculation, draft=draft, **chosen)
+    executor = ModelExecutor(loaded.model, config, seed=seed, draft=draft)
     warm_up(config, executor)
     return BuiltEngine(Rank(Scheduler(config), executor), model_info(loaded, config))
 
@@ -63,15 +67,16 @@ def _check_early(options: dict[str, Any]) -> None:
             require_int(options[name], 1, name)
 
 
-def _fitting_length(loaded: LoadedModel, options: dict[str, Any], slack: int) -> int | None:
-    """The longest request, in tokens, that model and KV cache hold; None (the model's) if the cache's size is open."""
+def _fitting_length(loaded: LoadedModel, draft: Llama | None, options: dict[str, Any], slack: int) -> int | None:
+    """The longest request, in tokens, that models and KV cache hold; None (the model's) if the cache's size is open."""
     model, block_size = loaded.model.config, options["block_size"]
     blocks, memory = options["num_gpu_blocks_override"], options["kv_cache_memory_bytes"]
     if blocks is None:
         if memory is None:
-            return None
-        blocks = memory // KVCache.block_bytes(model, block_size, loaded.model.dtype)
-    return min(model.max_position, max(2, (blocks - 1) * block_size - slack))
+            return None if draft is None else min(model.max_position, draft.config.max_position)
+        blocks = memory // block_bytes(model, loaded.model.dtype, draft, block_size)
+    context = model.max_position if draft is None else min(model.max_position, draft.config.max_position)
+    return min(context, max(2, (blocks - 1) * block_size - slack))
 
 
 def warm_up(config: EngineConfig, executor: Executor) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paceline.core.plan import StepOutput
 from paceline.runtime.detokenizer import Decodes, Detokenizer
@@ -97,7 +97,7 @@ class Choice:
         stopped_by_id = output.finish_reason == "stop" and not self._include_stop
         # A token that ends the output by its id is among the ids, and not in the text.
         silent = len(tokens) - 1 if stopped_by_id else len(tokens)
-        logprobs: Any = getattr(output, "logprobs", None) if self._scores else None
+        logprobs = output.logprobs if self._scores else None
         for i, token in enumerate(tokens):
             self.token_ids.append(token)
             if logprobs is not None:

@@ -39,7 +39,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields of both generating endpoints; vLLM's names where OpenAI has none.
 
-    Those of sampling reach the engine by `server.sampling.TABLE`.
+    Those of sampling reach the engine by `server.sampling.FIELDS`.
     """
 
     model: str | None = None

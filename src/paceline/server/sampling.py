@@ -6,33 +6,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from paceline.core.request import SamplingParams
 from paceline.engine.messages import ModelInfo
 from paceline.server.errors import ApiError, bad_request
 from paceline.server.requests import Sampled
 
-TABLE: Mapping[str, str] = {
-    name: name
-    for name in (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "min_tokens",
-        "stop_token_ids",
-        "ignore_eos",
-    )
-}
-"""Request field -> `SamplingParams` field. One that the engine lacks is refused unless it has its default value."""
-
-ENGINE_FIELDS = frozenset(SamplingParams.__struct_fields__)
-_DEFAULTS = {field.name: field for field in msgspec.structs.fields(Sampled)}
+FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+)
+"""Of a request, which are the engine's under the same names."""
 
 
 def sampling_params(
@@ -44,20 +36,13 @@ def sampling_params(
     per token, None for no log-probabilities at all.
 
     Raises:
-        ApiError: 400: a value that the engine refuses, or a field that it does not have.
+        ApiError: 400: a value that the engine refuses.
     """
     stop = stop_strings(request)
-    values: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop}
-    for name, target in TABLE.items():
+    values: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop, "logprobs": logprobs}
+    for name in FIELDS:
         value = getattr(request, name)
-        if target in ENGINE_FIELDS:
-            values[target] = _CONVERSIONS[name](value, model) if name in _CONVERSIONS else value
-        elif value != default_of(name):
-            raise bad_request(name, "is not supported by this engine")
-    if logprobs is not None:
-        if "logprobs" not in ENGINE_FIELDS:
-            raise bad_request("logprobs", "is not supported by this engine")
-        values["logprobs"] = logprobs
+        values[name] = _CONVERSIONS[name](value, model) if name in _CONVERSIONS else value
     if len(model.eos_token_ids) > 1 and not request.ignore_eos:
         values["stop_token_ids"] = (*values["stop_token_ids"], *model.eos_token_ids[1:])
     if request.min_tokens > max_tokens:
@@ -71,12 +56,6 @@ def sampling_params(
 def stop_strings(request: Sampled) -> tuple[str, ...]:
     """``stop``, which may be one text or several."""
     return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
-
-
-def default_of(name: str) -> Any:
-    """The value of a request field that was not given."""
-    field = _DEFAULTS[name]
-    return field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
 
 
 def check_ids(ids: list[int], vocab_size: int, where: str) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from paceline.core.config import ConfigError, require
-from paceline.sim.fields import parse_value
-from paceline.sim.scenario import MEASURES, Scenario, override, scenario_from
+from paceline.sim.fields import parse_value, set_path
+from paceline.sim.scenario import MEASURES, Scenario, scenario_from
 
 if TYPE_CHECKING:
     from paceline.sim.cluster import RunReport
@@ -31,6 +31,14 @@ class Setting(NamedTuple):
 
     text: str
     value: object
+
+
+class Point(NamedTuple):
+    """A cell before it is run: one variant at one value of the swept key, and the scenario that they give."""
+
+    at: Setting | None
+    variant: Setting
+    scenario: Scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +65,8 @@ class Cell:
     def median(self, measure: str) -> float:
         return statistics.median(self.values(measure))
 
-    def log_error(self, measure: str) -> float | None:
-        """ln(simulated / observed); None where nothing was observed."""
+    def abs_log_error(self, measure: str) -> float | None:
+        """|ln(simulated / observed)|; None where nothing was observed."""
         seen = self.observed.get(measure)
         return None if seen is None else abs_log_ratio(self.median(measure), seen)
 
@@ -124,7 +132,7 @@ class Comparison:
     @property
     def mean_abs_log_error(self) -> float | None:
         """Mean of |ln(simulated / observed)| over every observed measure of every cell; None if there is none."""
-        errors = [e for cell in self.cells for m in MEASURES if (e := cell.log_error(m)) is not None]
+        errors = [e for cell in self.cells for m in MEASURES if (e := cell.abs_log_error(m)) is not None]
         return statistics.fmean(errors) if errors else None
 
     @property
@@ -209,6 +217,20 @@ def parse_settings(argument: str, option: str) -> tuple[str, tuple[Setting, ...]
     return key.strip(), tuple(Setting(t, parse_value(t)) for t in texts)
 
 
+def points(
+    raw: Mapping[str, Any],
+    vary: tuple[str, Sequence[Setting]],
+    sweep: tuple[str, Sequence[Setting]] | None = None,
+) -> list[Point]:
+    """Every cell of a comparison, the variants within each swept value. Raises `ConfigError` for one that cannot be."""
+    require(sweep is None or sweep[0] != vary[0], "--sweep", "must be another key than --vary")
+    found: list[Point] = []
+    for at in sweep[1] if sweep else (None,):
+        swept = set_path(raw, sweep[0], at.value) if sweep and at else raw
+        found += [Point(at, v, scenario_from(set_path(swept, vary[0], v.value))) for v in vary[1]]
+    return found
+
+
 def compare(
     raw: Mapping[str, Any],
     vary: tuple[str, Sequence[Setting]],
@@ -221,22 +243,20 @@ def compare(
 ) -> Comparison:
     """Simulate every (swept value, variant, run) of a scenario given as plain data, ``jobs`` at a time.
 
-    All cells are built, and so validated, before any is run. The order of the results does not depend on ``jobs``.
+    All cells and their seeds are validated before any is run. The order of the results does not depend on ``jobs``.
     ``progress`` is told how many runs of how many are done. Raises `ConfigError` for a field that cannot be.
     """
     require(seeds >= 1, "--seeds", f"must be at least 1, got {seeds}")
     require(jobs >= 1, "--jobs", f"must be at least 1, got {jobs}")
-    require(sweep is None or sweep[0] != vary[0], "--sweep", "must be another key than --vary")
     base = scenario_from(raw)
-    points: list[tuple[Setting | None, Setting, Scenario]] = []
-    for at in sweep[1] if sweep else (None,):
-        swept = override(raw, sweep[0], at.value) if sweep and at else raw
-        points += [(at, v, scenario_from(override(swept, vary[0], v.value))) for v in vary[1]]
+    cells_to_run = points(raw, vary, sweep)
+    for point in cells_to_run:
+        point.scenario.seed(seeds - 1)
     started = time.perf_counter()
-    tasks = [(scenario, run) for _, _, scenario in points for run in range(seeds)]
+    tasks = [(point.scenario, run) for point in cells_to_run for run in range(seeds)]
     reports = _run_all(tasks, jobs, simulate or _simulate, progress)
     cells = []
-    for number, (at, variant, scenario) in enumerate(points):
+    for number, (at, variant, scenario) in enumerate(cells_to_run):
         mine = reports[number * seeds : (number + 1) * seeds]
         seen = _observed(base, vary[0], variant, sweep[0] if sweep else None, scenario)
         cells.append(Cell(at, variant, seen, tuple(Run(i, report) for i, report in enumerate(mine))))

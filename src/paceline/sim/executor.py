@@ -23,7 +23,7 @@ class SimExecutor:
     per row, as many as there are r_i > u. Placeholders are rejected.
     """
 
-    __slots__ = ("_K", "_drafts", "_nexts", "_plan", "_rates", "_tokens", "_uniform", "busy_steps")
+    __slots__ = ("_K", "_drafts", "_nexts", "_plan", "_rates", "_tokens", "_uniform")
 
     def __init__(self, speculation: SpeculationConfig, rng: Generator) -> None:
         self._K = speculation.num_speculative_tokens
@@ -33,12 +33,9 @@ class SimExecutor:
         self._drafts = (0,) * self._K
         self._nexts: list[list[tuple[int, ...]]] = [[]]
         self._plan = StepPlan(-1, (), 0, 0)
-        self.busy_steps = 0
 
     def launch(self, plan: StepPlan, agreement: Agreement | None) -> None:
         self._plan = plan
-        if plan.tokens:
-            self.busy_steps += 1
 
     def collect(self) -> StepResult:
         plan, K = self._plan, self._K

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import math
+import re
 import types
 import typing
 from collections.abc import Hashable, Mapping
@@ -14,6 +17,9 @@ import yaml
 
 from paceline.core.config import ConfigError
 
+_YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
+"""What the YAML reader raises: ValueError for a date like 2026-13-45, RecursionError for lists nested too deep."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML without its silent duplicate keys."""
@@ -22,6 +28,8 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} cannot be a key", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} appears twice", key_node.start_mark)
             seen.add(key)
@@ -32,11 +40,24 @@ def read_yaml(text: str, origin: str) -> dict[str, Any]:
     """The mapping in ``text``. Raises `ConfigError` naming ``origin`` if it is not YAML or not a mapping."""
     try:
         data = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except _YAML_ERRORS as error:
         raise ConfigError(origin, f"is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(origin, "must be a mapping of field names")
     return data
+
+
+def json_text(data: Any) -> str:
+    """``data`` as JSON, null in the place of NaN and the infinities, which JSON does not have."""
+    return json.dumps(_finite(data), indent=1, allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    return [_finite(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 class _Dumper(yaml.SafeDumper):
@@ -61,7 +82,7 @@ def parse_value(text: str) -> object:
     """A value given on a command line, read as YAML: ``12``, ``true``, ``null``, ``[1, 2]``, or a plain word."""
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError:
+    except _YAML_ERRORS:
         return text
 
 
@@ -99,12 +120,33 @@ def build(cls: type, raw: object, path: str) -> Any:
     for key in raw:
         if key not in known:
             raise ConfigError(_join(path, str(key)), _unknown(str(key), list(known)))
-    values = {key: convert(value, hints[key], _join(path, key)) for key, value in raw.items()}
+    values = {
+        key: None if value is None and known[key].default is None else convert(value, hints[key], _join(path, key))
+        for key, value in raw.items()
+    }
     for name, f in known.items():
         needed = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if needed and name not in values:
             raise ConfigError(_join(path, name), "is needed")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(_indexed(error.field, path), error.problem) from None
+
+
+def _indexed(field: str, path: str) -> str:
+    """``field`` with the list indices of ``path``, which a dataclass that checks itself does not know."""
+    bare = re.sub(r"\[\d+\]", "", path)
+    return path + field[len(bare) :] if field == bare or field.startswith(f"{bare}.") else field
+
+
+def has_path(cls: type, key: str) -> bool:
+    """Whether dotted ``key`` names a field of the dataclass ``cls`` or of a dataclass in it."""
+    head, dot, rest = key.partition(".")
+    if head not in {f.name for f in dataclasses.fields(cls)}:
+        return False
+    hint = typing.get_type_hints(cls)[head]
+    return not dot or (isinstance(hint, type) and dataclasses.is_dataclass(hint) and has_path(hint, rest))
 
 
 def convert(value: object, hint: Any, path: str) -> object:
@@ -127,12 +169,10 @@ def convert(value: object, hint: Any, path: str) -> object:
 
 def _scalar(value: object, hint: Any, path: str) -> object:
     if hint is float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, str):  # YAML reads 1e-3 and inf as words
+        if isinstance(value, int | float | str) and not isinstance(value, bool):  # YAML reads 1e-3 and inf as words
             try:
                 return float(value)
-            except ValueError:
+            except (ValueError, OverflowError):
                 pass
         raise ConfigError(path, f"must be a number, got {value!r}")
     if hint is int and (isinstance(value, bool) or not isinstance(value, int)):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.sim.compare import Branches, Cell, Comparison, Setting, split_branches
+from paceline.sim.fields import json_text
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -92,13 +92,17 @@ def _caption(comparison: Comparison) -> str:
 
 
 def runs_table(comparison: Comparison) -> Table:
-    """What lies behind the medians: completed requests, acceptance, share of FULL steps, and the extreme seeds."""
-    table = _table("Behind the medians: least to most over the runs")
+    """What lies behind the medians: completed requests, acceptance, FULL steps, what missed them, the extreme seeds."""
+    table = _table(
+        "Behind the medians: least to most over the runs",
+        "missed: busy rank-steps that were not uniform, by reason; the median of the runs.",
+    )
     for name in (_words(comparison.sweep), "variant"):
         table.add_column(name)
     figures = ("completed", "failed", "acceptance\nlength", "FULL\nsteps", "P99 ITL, ms\nleast (seed)", "\nmost (seed)")
     for name in figures:
         table.add_column(name, justify="right")
+    table.add_column("missed\nrank-steps")
     for cell in comparison.cells:
         table.add_row(
             cell.at.text if cell.at else "",
@@ -108,6 +112,7 @@ def runs_table(comparison: Comparison) -> Table:
             _range(cell.values("acceptance_length"), ".3f"),
             f"{100 * cell.median('full_step_share'):.1f}%",
             *(_extreme(cell, pick) for pick in (0, -1)),
+            "\n".join(f"{reason} {count:,.0f}" for reason, count in cell.misses().items()),
         )
     return table
 
@@ -189,7 +194,7 @@ def save_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     results, chart = folder / "results.json", folder / "itl.svg"
     data = {**comparison.to_json(), "runs": comparison.runs_json(), "branches": branches_json(comparison)}
-    results.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    results.write_text(json_text(data) + "\n", encoding="utf-8")
     save_chart(comparison, chart)
     return [results, chart]
 

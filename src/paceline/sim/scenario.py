@@ -22,7 +22,7 @@ from paceline.core.config import (
     require_int,
 )
 from paceline.core.workload import Workload
-from paceline.sim.fields import as_plain, build, read_yaml, set_path
+from paceline.sim.fields import as_plain, build, has_path, read_yaml, set_path
 
 NodeRouter = Literal["round_robin"]
 RankBalance = Literal["hybrid"]
@@ -33,9 +33,15 @@ MEASURES = ("p50_itl_ms", "p99_itl_ms", "p50_ttft_ms", "p99_ttft_ms")
 """What an observed cell may state, and a simulated one is compared by."""
 
 
-def _require_least(value: float, least: float, field: str) -> None:
+MOST_MS = 1_000_000.0
+"""Upper limit of a cost and of a delay: beyond it virtual time passes in snapshots and little else."""
+MOST_JITTER = 100.0
+
+
+def _require_range(value: float, least: float, field: str, most: float = math.inf) -> None:
     finite = math.isfinite(value)
     require(finite and value >= least, field, f"must be a finite number of at least {least:g}, got {value!r}")
+    require(value <= most, field, f"must be at most {most:,.0f}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +74,10 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connector:
-    """The KV connector that stands in for the prefill side: it fills a prompt's KV with a constant, or noise."""
+    """The KV connector that stands in for the prefill side: it fills a prompt's KV with a constant, or noise.
+
+    ``fill_mean`` and ``fill_std`` are a record of the cluster: here no KV is filled, only the time for it is spent.
+    """
 
     name: ConnectorName = "none"
     fill_mean: float = 0.015
@@ -77,7 +86,11 @@ class Connector:
     def __post_init__(self) -> None:
         require_choice(self.name, ("none", "DecodeBenchConnector"), "connector.name")
         require(math.isfinite(self.fill_mean), "connector.fill_mean", "must be finite")
-        _require_least(self.fill_std, 0.0, "connector.fill_std")
+        _require_range(self.fill_std, 0.0, "connector.fill_std")
+        if self.name == "none":
+            for field_ in fields(self)[1:]:
+                unchanged = getattr(self, field_.name) == field_.default
+                require(unchanged, f"connector.{field_.name}", "needs name: DecodeBenchConnector, which fills KV")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +99,12 @@ class Cost:
 
     A step that replays the captured decode graph: ``step_base_ms`` + ``per_busiest_row_ms`` for each row of the rank
     with the most rows + ``per_group_row_ms`` for each row of all ranks. A step that runs eagerly: ``eager_step_ms``
-    stands in for the base. The rank that fills most KV adds ``fill_per_100k_tokens_ms`` per 100,000 tokens.
-    ``jitter``: a step takes up to this fraction longer, drawn uniformly.
+    stands in for the base; None (the default) is the same as the base, so that a cluster without graphs needs one
+    number only. The rank that fills most KV adds ``fill_per_100k_tokens_ms`` per 100,000 tokens. ``jitter``: a step
+    takes up to this fraction longer, drawn uniformly.
+
+    The model charges rows, not prefill tokens: a chunk of 2,000 prompt tokens costs what a decode row costs. It is
+    meant for decode clusters, whose prompts a connector fills.
     """
 
     model: CostName = "linear"
@@ -95,16 +112,19 @@ class Cost:
     per_busiest_row_ms: float = 1.0
     per_group_row_ms: float = 0.0
     fill_per_100k_tokens_ms: float = 0.0
-    eager_step_ms: float = 20.0
+    eager_step_ms: float = None  # type: ignore[assignment]  # replaced by the base below, so always a number to readers
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
         require_choice(self.model, ("linear",), "cost.model")
+        if self.eager_step_ms is None:
+            object.__setattr__(self, "eager_step_ms", self.step_base_ms)
         require(self.step_base_ms > 0, "cost.step_base_ms", f"must be above 0, got {self.step_base_ms!r}")
         require(self.eager_step_ms > 0, "cost.eager_step_ms", f"must be above 0, got {self.eager_step_ms!r}")
         for field_ in fields(self):
             if field_.name != "model":
-                _require_least(getattr(self, field_.name), 0.0, f"cost.{field_.name}")
+                most = MOST_JITTER if field_.name == "jitter" else MOST_MS
+                _require_range(getattr(self, field_.name), 0.0, f"cost.{field_.name}", most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +135,8 @@ class Network:
     response_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_least(self.request_ms, 0.0, "network.request_ms")
-        _require_least(self.response_ms, 0.0, "network.response_ms")
+        _require_range(self.request_ms, 0.0, "network.request_ms", MOST_MS)
+        _require_range(self.response_ms, 0.0, "network.response_ms", MOST_MS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +179,22 @@ class Observed:
     sweep: str
     cells: tuple[ObservedCell, ...]
 
+    def __post_init__(self) -> None:
+        require(len(self.cells) > 0, "observed.cells", "must not be empty")
+        first: dict[tuple[float, str], int] = {}
+        for i, cell in enumerate(self.cells):
+            same = first.setdefault((cell.at, cell.variant), i)
+            where = f"at {cell.at:g}, variant {cell.variant}"
+            require(same == i, f"observed.cells[{i}]", f"repeats observed.cells[{same}]: {where}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """Everything that decides a simulated run, except its number.
 
-    ``snapshot_ms``: how often a front end learns its ranks' queue lengths. ``workload.seed`` is set per run, from
-    ``seeds``.
+    ``snapshot_ms``: how often a front end learns its ranks' queue lengths, at least 1. ``workload.seed`` is set per
+    run, from ``seeds``. What a simulation could only ignore is refused: there is no model, so drafts are accepted at
+    synthetic rates and no end-of-sequence token is ever sampled.
     """
 
     name: str
@@ -185,7 +214,7 @@ class Scenario:
 
     def __post_init__(self) -> None:
         require(bool(self.name), "name", "must not be empty")
-        require(self.snapshot_ms > 0, "snapshot_ms", f"must be above 0, got {self.snapshot_ms!r}")
+        _require_range(self.snapshot_ms, 1.0, "snapshot_ms")
         require(self.workload.seed == 0, "workload.seed", "set seeds.base instead: the seed differs from run to run")
         self.engine  # noqa: B018 - cross-checked here, so that a bad scenario fails when it is read
         longest, limit = self.workload.longest, self.scheduler.max_model_len
@@ -194,7 +223,31 @@ class Scenario:
             "scheduler.max_model_len",
             f"the workload draws requests of up to {longest} tokens, more than {limit}",
         )
+        self._check_honoured()
+        if self.observed is not None:
+            for name in ("vary", "sweep"):
+                key = getattr(self.observed, name)
+                require(has_path(Scenario, key), f"observed.{name}", f"{key!r} is not a field of the scenario")
         self.seed(0)
+
+    def _check_honoured(self) -> None:
+        """Refuse what cannot change a simulated run, where another value would suggest that it does."""
+        spec = self.speculation
+        require(
+            spec.num_speculative_tokens == 0 or spec.rejection_sample_method == "synthetic",
+            "speculation.rejection_sample_method",
+            "must be synthetic when num_speculative_tokens > 0: the laboratory has no model to verify drafts with",
+        )
+        require(
+            self.graphs.mode != "NONE" or self.graphs.capture_sizes is None,
+            "graphs.capture_sizes",
+            "with mode NONE nothing is captured: set it to null, or the mode to FULL_DECODE_ONLY",
+        )
+        require(
+            self.workload.ignore_eos,
+            "workload.ignore_eos",
+            "must be true: the laboratory has no model, so no end-of-sequence token is ever sampled",
+        )
 
     @property
     def engine(self) -> EngineConfig:
@@ -232,15 +285,9 @@ def to_plain(scenario: Scenario) -> dict[str, Any]:
     return plain
 
 
-def override(raw: Mapping[str, Any], key: str, value: object) -> dict[str, Any]:
-    """A copy of plain scenario data with the field at dotted ``key`` set to ``value`` (None is a value)."""
-    return set_path(raw, key, value)
-
-
 def with_seed(raw: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """A copy of plain scenario data whose run 0 has exactly ``seed``."""
-    seeds = {**(raw.get("seeds") or {}), "base": seed, "add_request_rate": False}
-    return {**raw, "seeds": seeds}
+    return set_path(set_path(raw, "seeds.base", seed), "seeds.add_request_rate", False)
 
 
 def shipped() -> dict[str, str]:
@@ -259,14 +306,18 @@ def load_raw(name_or_path: str) -> dict[str, Any]:
         raise ConfigError(
             "scenario", f"no file {name_or_path!r}, and no shipped scenario of that name; shipped: {', '.join(names)}"
         )
-    return read_yaml(path.read_text("utf-8"), name_or_path)
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(name_or_path, f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    return read_yaml(text, name_or_path)
 
 
 def load(name_or_path: str, overrides: Mapping[str, object] | None = None) -> Scenario:
     """A shipped scenario by name, or one in a YAML file, with the fields in ``overrides`` (dotted names) set."""
     raw = load_raw(name_or_path)
     for key, value in (overrides or {}).items():
-        raw = override(raw, key, value)
+        raw = set_path(raw, key, value)
     return scenario_from(raw)
 
 

@@ -151,7 +151,7 @@ class KVManager:
         self._settle(request)
 
     def grow(self, request: Request, slots: int, updates: list[BlockUpdate] | None, states_from: int = 1) -> bool:
-        """Make every table hold ``slots`` tokens; False, and nothing changed, when the pool cannot.
+        """Make every table hold ``slots`` tokens; False, and nothing taken, when the pool cannot.
 
         ``states_from``: the first token count whose recurrent state must have a place (the end of a chunk; a decode
         row may end anywhere).

@@ -110,7 +110,3 @@ class BlockPool:
         """Owner count of every block that is not free (for checks; walks the pool)."""
         free = set(self._plain) | set(self._cached)
         return {b: 1 + self._more_owners.get(b, 0) for b in range(1, self.num_blocks) if b not in free}
-
-    def is_shared(self, block: int) -> bool:
-        """Whether a block has more than one owner."""
-        return block in self._more_owners

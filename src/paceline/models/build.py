@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From weights to a model in the arithmetic that was asked for."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.models.fused import FusedLlama
+from paceline.models.llama import GetTensor, Llama
+from paceline.models.spec import LlamaConfig, resolve_dtype, resolve_quantization
+
+
+def build_model(
+    config: LlamaConfig, get: GetTensor, dtype: str, quantization: str | None, stored: torch.dtype
+) -> Llama:
+    """A model from ``get``, whose weights are stored as ``stored``, an integer type if quantised.
+
+    float32 runs in plain torch, as a reference does; bfloat16 and int8 run on the fused path.
+
+    Raises:
+        UnsupportedModel: a weight's shape contradicts the configuration.
+        ValueError: ``dtype`` or ``quantization`` is none of the known ones, or they contradict each other.
+    """
+    chosen = resolve_dtype(dtype, stored)
+    if resolve_quantization(quantization, dtype, stored) == "int8":
+        return FusedLlama(config, get, int8=True)
+    if chosen == torch.bfloat16:
+        return FusedLlama(config, get, int8=False)
+    return Llama(config, chosen, lambda weight: get(weight).to(chosen))

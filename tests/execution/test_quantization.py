@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused path, int8 and bfloat16: close to float32, and no token depends on who shares its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.core.plan import Row
+from paceline.execution.attention import PagedAttention, RowSpan
+from paceline.execution.kvcache import KVCache
+from paceline.models.fused import FusedLlama, quantise_rows
+from paceline.models.llama import Llama
+from paceline.models.spec import LlamaConfig
+
+CONFIG = LlamaConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=112,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    max_position=512,
+    tie_word_embeddings=False,
+)
+IDS = [(7 * i * i + 3) % 96 for i in range(90)]
+
+
+def weights() -> Callable[[str], torch.Tensor]:
+    q, kv, hidden, inner = 96, 32, 64, 112
+    shapes = {
+        "q_proj": (q, hidden),
+        "k_proj": (kv, hidden),
+        "v_proj": (kv, hidden),
+        "o_proj": (hidden, q),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+        "embed_tokens": (96, hidden),
+        "lm_head": (96, hidden),
+    }
+
+    def get(name: str) -> torch.Tensor:
+        kind = name.split(".")[-2]
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        if kind not in shapes:
+            return 1 + 0.2 * torch.randn(hidden, generator=generator)
+        return torch.randn(shapes[kind], generator=generator) * 0.25
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def exact() -> Llama:
+    return Llama(CONFIG, torch.float32, weights())
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["int8", "bfloat16"])
+def fused(request: pytest.FixtureRequest) -> FusedLlama:
+    return FusedLlama(CONFIG, weights(), int8=request.param)
+
+
+def paged_logits(model: Llama, chunks: list[int], ids: list[int] = IDS) -> torch.Tensor:
+    """[tokens, vocabulary] of one sequence, computed chunk after chunk."""
+    cache = KVCache(CONFIG, 40, 4, model.dtype)
+    table = np.arange(39, 0, -1, dtype=np.int64)
+    parts, start = [], 0
+    with torch.inference_mode():
+        for n in chunks:
+            attention = PagedAttention(cache, [RowSpan(start, n, table)], CONFIG.num_heads)
+            tokens, positions = torch.tensor(ids[start : start + n]), torch.arange(start, start + n)
+            parts.append(model.logits(model.forward(tokens, positions, attention)))
+            start += n
+    return torch.cat(parts)
+
+
+def test_logits_are_close_to_float32(fused: FusedLlama, exact: Llama) -> None:
+    """Random weights are harsher than trained ones: bfloat16 is 3% off here, and int8 10%."""
+    expected = paged_logits(exact, [90])
+    for chunks in ([90], [17, 73], [80, *[1] * 10], [60, 16, 14]):
+        error = (paged_logits(fused, chunks) - expected).std() / expected.std()
+        assert 0 < error < (0.15 if fused.quantization else 0.05), chunks
+
+
+def test_a_quantised_weight_is_at_most_half_a_step_off() -> None:
+    weight = torch.randn(20, 30)
+    weight[3] = 0.0
+    rounded, scale = quantise_rows(weight)
+    assert ((rounded * scale[:, None] - weight).abs().amax(1) <= 0.51 * weight.abs().amax(1) / 127).all()
+
+
+def test_a_huge_token_costs_its_neighbours_no_precision(exact: Llama) -> None:
+    """Activations are scaled token by token: one of a thousand times the size changes no bit of another's result."""
+    huge = weights()
+
+    def get(name: str) -> torch.Tensor:
+        tensor = huge(name)
+        if "embed_tokens" in name:
+            tensor = tensor.clone()
+            tensor[5] *= 1000
+        return tensor
+
+    model = FusedLlama(CONFIG, get, int8=True)
+    with torch.inference_mode():
+        hidden = torch.stack([torch.randn(64), 1000 * torch.randn(64)])
+        assert torch.equal(model.logits(hidden)[0], model.logits(hidden[:1])[0])
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_row_is_the_same_alone_and_in_a_batch(make_driver: Callable[..., Any], width: int) -> None:
+    """The path of uniform rows, bit by bit: int8 products are exact, and attention reads a row's own context only."""
+    model = FusedLlama(CONFIG, weights(), int8=True)
+    cache = KVCache(CONFIG, 120, 4, model.dtype)
+    contexts = [30, 7, 19, 55]
+    tables = np.split(np.random.default_rng(0).permutation(119)[:116] + 1, 4)
+    spans = [RowSpan(start, width, table.astype(np.int64)) for start, table in zip(contexts, tables, strict=True)]
+
+    def run(spans: list[RowSpan]) -> torch.Tensor:
+        ids = torch.tensor([(3 * s.start + i) % 96 for s in spans for i in range(s.n)])
+        positions = torch.cat([torch.arange(s.start, s.start + s.n) for s in spans])
+        with torch.inference_mode():
+            return model.logits(model.forward(ids, positions, PagedAttention(cache, spans, CONFIG.num_heads)))
+
+    for span in spans:
+        run([RowSpan(0, span.start, span.table)])
+    together = run(spans).split(width)
+    for span, logits in zip(spans, together, strict=True):
+        assert torch.equal(run([span]), logits)
+
+
+def test_tokens_of_a_wider_row_are_those_of_single_ones() -> None:
+    """A verifier row yields what decode rows would have, so that speculation changes no token."""
+    model = FusedLlama(CONFIG, weights(), int8=True)
+    assert torch.equal(paged_logits(model, [80, 4, 6]), paged_logits(model, [80, *[1] * 10]))
+
+
+@pytest.mark.parametrize("int8", [True, False])
+def test_a_poisoned_token_fails_its_own_row_alone(make_driver: Callable[..., Any], int8: bool) -> None:
+    source = weights()
+
+    def get(name: str) -> torch.Tensor:
+        tensor = source(name)
+        if "embed_tokens" in name:
+            tensor = tensor.clone()
+            tensor[7] = float("nan")
+        return tensor
+
+    driver = make_driver(model=FusedLlama(CONFIG, get, int8=int8))
+    driver.add(1, [1, 2, 3])
+    driver.add(2, [1, 7, 3])
+    result = driver.run(Row(1, 0, 3, (), True), Row(2, 0, 3, (), True))
+    assert set(result.errors) == {1}
+    assert len(result.sampled[0]) == 1
+    assert result.sampled[1] == ()
