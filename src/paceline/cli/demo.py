@@ -28,7 +28,7 @@ MAX_TOKENS = 80
 K = 3
 NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 PROMPTS = (
-    "What is the capital of France?",
+    "What is the capital of France? Answer in one sentence.",
     "Rewrite in the past tense: I walk to the park. I see a dog. I feed the dog. I walk home.",
     "Write the numbers from 1 to 20, separated by commas.",
 )

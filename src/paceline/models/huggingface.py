@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Llama family (Llama, Mistral, Qwen2, Qwen3) from Hugging Face folders: config.json, safetensors, tokenizer.json."""
+"""Llama, Mistral, Qwen2 and Qwen3 models from Hugging Face folders: config.json, safetensors, tokenizer.json."""
 
 from __future__ import annotations
 
