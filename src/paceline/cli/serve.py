@@ -90,8 +90,10 @@ def serve(  # size: most of it is the list of flags, each with its help
     if tensor_parallel_size != 1:
         raise CommandError(f"--tensor-parallel-size: only 1 is supported, got {tensor_parallel_size}")
     # Inherited by the engine process. There, one thread computes between two products of all threads, and the front
-    # needs a core as well: threads that wait by spinning, as OpenMP's do, would take it from both.
+    # needs a core as well: threads that wait by spinning, as OpenMP's do, would take it from both. A spin of some ten
+    # microseconds bridges the gaps within a step, for which waking a thread takes longer (GCC's OpenMP, torch's).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     options = ServeOptions(
         engine={
             "model": str(Path(model).resolve()) if Path(model).exists() else model,
