@@ -15,7 +15,7 @@ import pytest
 from tests.server.harness import DEADLINE_S, Server
 
 CAPITAL = "The capital of France is"
-QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 REPEAT: Any = [{"role": "user", "content": "Repeat: one two three four five six. one two three four five six."}]
 GREEDY: Any = {"model": "smollm2", "temperature": 0}
 

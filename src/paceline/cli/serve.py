@@ -46,7 +46,7 @@ def serve(  # size: most of it is the list of flags, each with its help
     ] = 0,
     scheduling_policy: Annotated[Literal["fcfs", "priority"], Parameter(help="Order of the queue.")] = "fcfs",
     block_size: Annotated[int, Parameter(help="Tokens of a KV block.")] = 16,
-    kv_cache_memory_bytes: Annotated[int | None, Parameter(help="Memory for the KV cache; 1 GiB by default.")] = None,
+    kv_cache_memory_bytes: Annotated[int | None, Parameter(help="Memory for the KV cache; 512 MiB by default.")] = None,
     num_gpu_blocks_override: Annotated[int | None, Parameter(help="KV blocks, instead of their memory.")] = None,
     enable_prefix_caching: Annotated[bool, Parameter(help="Share the KV of equal beginnings.")] = True,
     speculative_config: Annotated[

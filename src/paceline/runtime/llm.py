@@ -72,7 +72,7 @@ class LLM:
             scheduling_policy: fcfs or priority.
             block_size: tokens of a KV block.
             num_gpu_blocks_override: KV blocks, one of them reserved (vLLM's name; they lie in main memory here).
-            kv_cache_memory_bytes: memory for the KV cache instead; 1 GiB by default, or what one request needs.
+            kv_cache_memory_bytes: memory for the KV cache instead; 512 MiB by default, or what one request needs.
             enable_prefix_caching: share the KV of equal beginnings.
             speculative_config: vLLM's keys and ``pad_resumed``; methods ngram and draft_model.
             seed: makes sampled requests without a seed of their own repeatable.

@@ -24,7 +24,7 @@ from paceline.models.llama import Llama
 from paceline.models.registry import load_model
 from paceline.models.spec import LlamaConfig
 
-DEFAULT_KV_CACHE_BYTES = 1 << 30
+DEFAULT_KV_CACHE_BYTES = 1 << 29
 """Memory for the KV cache when nothing is said, or what one request of full length needs if that is more."""
 
 _KEYS = sorted(f.name for f in fields(SpeculationConfig) if f.name not in ("lookahead", "draft_slots"))
