@@ -205,7 +205,7 @@ def commit_errors(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepO
     for i, message in sorted((result.errors or {}).items()):
         request = p.requests[i]
         event = failures.get((request.seq, request.generation))
-        if event is not None and request.loading is None:
+        if event is not None:
             answered.add(id(event))
         if request.state is not State.RUNNING:
             continue
@@ -234,19 +234,12 @@ def _rewind(s: Scheduler, request: Request, event: TransferEvent) -> list[int]:
     first = first_bad_block(s, request, event)
     blocks = s.kv.unhash_from(request, first)
     if not s.kv.can_rewind:
-        _start_over(s, request)
+        s.send_back(request)
         return blocks
     request.computed = min(request.computed, first * s.kv.block_size)
     request.drafts = ()
     s.partial[request] = None
     return blocks
-
-
-def _start_over(s: Scheduler, request: Request) -> None:
-    """Back to the queue; what was computed is not to be trusted."""
-    s.running.remove(request)
-    s.reset(request)
-    s.waiting.put_back(request)
 
 
 def _spread(s: Scheduler, bad: set[int], source: Request) -> None:
@@ -266,7 +259,7 @@ def _distrust(s: Scheduler, request: Request, first: int) -> list[int]:
     """``request`` must not rely on its blocks from index ``first`` on; returns those that others could hit."""
     blocks = s.kv.unhash_from(request, first)
     if request.state is State.RUNNING:
-        _start_over(s, request)
+        s.send_back(request)
     elif request.loading is not None:
         request.bad_from = first if request.bad_from < 0 else min(request.bad_from, first)
     else:

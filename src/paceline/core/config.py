@@ -14,6 +14,9 @@ LoadFailurePolicy = Literal["fail", "recompute"]
 GroupKind = Literal["full", "sliding", "recurrent"]
 Method = Literal["ngram", "draft_model", "eagle3", "mtp"]
 
+PROMPT_LOOKUP = (2, 5)
+"""Shortest and longest n-gram that prompt lookup looks for, if nothing is said."""
+
 
 class ConfigError(ValueError):
     """A configuration value that cannot be honoured; ``field`` is its dotted name."""
@@ -134,8 +137,8 @@ class SpeculationConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
     disable_eagle_block_drop: bool = False
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 5
+    prompt_lookup_min: int = PROMPT_LOOKUP[0]
+    prompt_lookup_max: int = PROMPT_LOOKUP[1]
     lookahead: int | None = None
     draft_slots: int | None = None
 
@@ -186,7 +189,7 @@ class SpeculationConfig:
             require(self.model is None, "speculation.model", f"method {self.method} drafts without a model")
         if self.method != "ngram":
             lookup = (self.prompt_lookup_min, self.prompt_lookup_max)
-            require(lookup == (2, 5), "speculation.prompt_lookup_max", "prompt lookup belongs to method ngram")
+            require(lookup == PROMPT_LOOKUP, "speculation.prompt_lookup_max", "prompt lookup belongs to method ngram")
         if self.disable_eagle_block_drop:
             name = "speculation.disable_eagle_block_drop"
             require(self.method in ("eagle3", "mtp"), name, "only eagle3 and mtp drop the last block of a hit")

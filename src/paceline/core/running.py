@@ -239,11 +239,9 @@ def choose_victim(s: Scheduler, now: float) -> Request:
 
 def preempt(s: Scheduler, p: Pass, victim: Request) -> None:
     """Take a running request's blocks; it starts over from its prefix hits."""
-    s.running.remove(victim)
     p.preempted.append(victim)
     before = p.hashed_before(victim) if p.take_back(victim) else None
     if before is not None:
         s.depart(d.UNHASH)
         s.kv.unhash_from(victim, before)
-    s.reset(victim)
-    s.waiting.put_back(victim)
+    s.send_back(victim)

@@ -212,15 +212,14 @@ class Scheduler:
             raise ValueError(f"request_id: {request_id} is unknown")
         if self._in_flight is not None or request.state is not State.RUNNING or request.fences:
             raise ValueError(f"request_id: {request_id} cannot be preempted now ({request.state.value})")
-        self.running.remove(request)
-        self.reset(request)
-        self.waiting.put_back(request)
+        self.send_back(request)
 
-    def reset(self, request: Request) -> None:
-        """Take all blocks from a request and forget what was computed; the caller queues it.
+    def send_back(self, request: Request) -> None:
+        """Take all blocks from a running request, forget what was computed, and queue it again.
 
         Blocks that a transfer still reads stay held until it ends.
         """
+        self.running.remove(request)
         if request.fences:
             hold_blocks(self, request, saves=request.fences)
         else:
@@ -234,6 +233,7 @@ class Scheduler:
         self.partial.pop(request, None)
         self.transfers.recheck = bool(self.transfers.quarantined)
         self.stats.preemptions += 1
+        self.waiting.put_back(request)
 
     def hold(self, request: Request) -> None:
         """Queue a request among those that hold blocks."""
@@ -273,7 +273,7 @@ class Scheduler:
         if self._in_flight is not None:
             raise RuntimeError(f"step {self.step - 1} has not been committed")
         self.now = now
-        if self.holding or self.transfers.held or self.transfers.quarantined:
+        if self.holding or self.transfers.held or self.transfers.recheck:
             give_up_overdue(self, now, self._pending)
         p = self._pass
         p.begin(

@@ -73,16 +73,13 @@ class Transfers:
 
 def hold_blocks(s: Scheduler, request: Request, *, loads: int = 0, saves: int = 0) -> None:
     """Keep blocks that ``request`` gives up until its transfers have ended (if it has any blocks)."""
-    if not any(request.tables):
-        s.kv.clear(request)
-        request.fences = 0
-        return
     deadline = s.now + s.transfer_deadline_s
     if loads and request.loading is not None:
         deadline = request.loading.deadline
     elif request.fences:
         deadline = request.fence_deadline
-    s.transfers.held[request.seq, request.generation] = HeldBlocks(request.tables, deadline, int(loads), saves)
+    if any(request.tables):
+        s.transfers.held[request.seq, request.generation] = HeldBlocks(request.tables, deadline, int(loads), saves)
     s.kv.clear(request)
     request.fences = 0
 
@@ -148,9 +145,7 @@ def end_load(s: Scheduler, request: Request) -> bool:
         request.bad_from = -1
     if tokens < loading.tokens and not s.kv.can_rewind:
         tokens = 0
-    request.loading = None
-    request.generation += 1
-    request.state = State.PREEMPTED if request.num_preemptions else State.WAITING
+    _stop_loading(request)
     if tokens:
         request.computed = tokens
         s.kv.hash_planned(request, tokens)
@@ -159,6 +154,13 @@ def end_load(s: Scheduler, request: Request) -> bool:
         request.ask = False  # a connector that brings nothing would be asked for ever
         give_back(s, request)
     return True
+
+
+def _stop_loading(request: Request) -> None:
+    """A load under the present name is over; the next has a name of its own."""
+    request.loading = None
+    request.generation += 1
+    request.state = State.PREEMPTED if request.num_preemptions else State.WAITING
 
 
 def give_back(s: Scheduler, request: Request) -> None:
@@ -193,14 +195,10 @@ def _give_up_load(s: Scheduler, request: Request, deadline: float, outputs: list
     loaded = HeldBlocks([table[local:] for table in request.tables], deadline, loads=1)
     s.transfers.quarantine((request.seq, request.generation), loaded)
     s.kv.clear(request)
-    request.loading = None
+    _stop_loading(request)
     request.computed = 0
-    request.generation += 1
-    s.partial.pop(request, None)
-    request.state = State.PREEMPTED if request.num_preemptions else State.WAITING
     request.ask = False
     if s.load_failure_policy == "fail" or not s.fits_alone(request):
         s.finish(request, FinishReason.ERROR, outputs, error="KV load did not end before its deadline")
     else:
-        s.holding.remove(request)
-        s.waiting.put_back(request)
+        give_back(s, request)
