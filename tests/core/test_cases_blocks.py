@@ -87,7 +87,7 @@ def test_S12_accepted_tokens_beyond_max_tokens_are_cut(max_tokens: int, K: int) 
     while "r" not in d.ended:
         d.step(accept=K)
     assert d.ended["r"] == "length"
-    assert d.tokens["r"] == request.output == [MODEL, *([DRAFT] * K + [MODEL]) * 4][:max_tokens]
+    assert d.tokens["r"] == request.output.tolist() == [MODEL, *([DRAFT] * K + [MODEL]) * 4][:max_tokens]
     assert request.num_tokens == 20 + max_tokens
     assert d.s.stats.generated_tokens == max_tokens, "what was cut was never generated, for anyone who counts"
 

@@ -183,7 +183,7 @@ def test_S9_an_accepted_placeholder_is_refused_whatever_token_stands_in_for_it(K
     for accepted in ((PLACEHOLDER, MODEL), (0, MODEL), (0,) * (K + 1)):
         with pytest.raises(InvalidResult, match="row 0"):
             d.s.commit(type(good)(good.step, [accepted], good.next_drafts), d.now)
-    assert (request.num_tokens, request.computed, request.output) == (33, 33 + K, [])
+    assert (request.num_tokens, request.computed, request.output.tolist()) == (33, 33 + K, [])
     d.commit(accept=K)
     assert d.tokens["r"] == [MODEL]
     assert request.computed == request.num_tokens - 1 == 33, "one short of its tokens, ready for real drafts"

@@ -118,7 +118,7 @@ def test_S12_a_stop_id_among_accepted_tokens_cuts_behind_itself(eos: bool, at: i
     outputs = d.s.commit(StepResult(plan.step, [sampled], [(DRAFT,) * K]), d.now)
     assert [o.token_ids for o in outputs] == [(*[DRAFT] * at, STOP)]
     assert (outputs[0].finish_reason, outputs[0].stop_reason) == ("stop", None if eos else STOP)
-    assert request.output == [MODEL, *[DRAFT] * at, STOP]
+    assert request.output.tolist() == [MODEL, *[DRAFT] * at, STOP]
     assert request.num_tokens == 20 + len(request.output)
     assert d.owned() == 0
 

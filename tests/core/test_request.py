@@ -127,7 +127,7 @@ def test_a_hash_covers_everything_before_it() -> None:
 
 def test_outputs_are_hashed_like_a_prompt_that_holds_them() -> None:
     a = request(StoredTokens([1, 2, 3]))
-    a.output += [4, 5, 6]
+    a.output.extend([4, 5, 6])
     a.num_tokens += 3
     assert a.block_hashes(3, 2) == request(StoredTokens([1, 2, 3, 4, 5, 6])).block_hashes(3, 2)
     assert a.tokens(1, 5) == [2, 3, 4, 5]

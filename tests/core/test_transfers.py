@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.config import GroupConfig
-from paceline.core.plan import TransferEvent
+from paceline.core.plan import InvalidResult, TransferEvent
 from paceline.core.request import Request, State
 
 from .driving import Drive, Offers, engine_config
@@ -345,3 +345,15 @@ def test_a_load_that_brought_nothing_does_not_stand_before_those_that_hold_block
         d.commit(transfers=[d.arrives(name, lengths[name]) for name in under_way])
     assert d.ended == {"empty": "length", "held": "length"}
     d.assert_right()
+
+
+def test_an_event_of_no_known_kind_is_refused_on_an_idle_rank_too_and_nothing_is_applied() -> None:
+    d, request = loading(3, 16, 40, 32)
+    d.s.abort("r")
+    held = d.owned()
+    events = [TransferEvent("loaded", request.seq, 0), TransferEvent("lost", request.seq, 0)]
+    with pytest.raises(InvalidResult, match="kind 'lost' is not loaded or saved"):
+        d.s.end_transfers(events)
+    assert d.owned() == held
+    d.s.end_transfers(events[:1])
+    assert d.owned() == 0

@@ -62,7 +62,7 @@ def test_L4_a_rank_that_only_waits_for_a_load_runs_dummies_and_hears_of_its_end(
     f.step()
     agreed = f.step()
     assert (agreed.mode, agreed.tokens_by_rank) == (FULL, (W, W)), "padded when it leaves the queue"
-    assert request.output == [MODEL]
+    assert request.output.tolist() == [MODEL]
 
 
 def test_L4_if_nobody_has_rows_the_group_polls() -> None:
@@ -118,7 +118,7 @@ def test_L11_a_synchronous_load_that_fails_ends_its_request_after_the_step_and_n
     f.loaded(failing, requests[failing], error="the peer is gone")
     f.finish()
     assert f.ended() == {f"r{failing}": "error"}
-    assert requests[1 - failing].output == [MODEL]
+    assert requests[1 - failing].output.tolist() == [MODEL]
     f.run()
     assert f.ended()[f"r{1 - failing}"] == "length"
 

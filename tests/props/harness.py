@@ -240,7 +240,8 @@ class World:
                 self.ended[name] = output.finish_reason
                 request = self.requests[name]
                 require(request.state is State.FINISHED, f"{name}: {output}, state {request.state}")
-                require(self.got[name] == request.output, f"{name}: handed out {self.got[name]} of {request.output}")
+                output_ids = request.output.tolist()
+                require(self.got[name] == output_ids, f"{name}: handed out {self.got[name]} of {output_ids}")
 
     def _after(self) -> None:
         """Reads of finished requests begin at once."""

@@ -11,7 +11,16 @@ import msgspec
 
 from paceline.core import departures as d
 from paceline.core.passes import Pass
-from paceline.core.plan import InvalidResult, Row, StepOutput, StepPlan, StepResult, TokenLogprobs, TransferEvent
+from paceline.core.plan import (
+    InvalidResult,
+    Row,
+    StepOutput,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    TransferEvent,
+    validate_transfers,
+)
 from paceline.core.request import FinishReason, Request, State
 from paceline.core.transfers import first_bad_block, give_back
 
@@ -43,9 +52,8 @@ def validate_result(plan: StepPlan, result: StepResult, num_speculative_tokens: 
         raise InvalidResult(f"errors for rows {sorted(errors)} of {count}")
     if result.logprobs is not None:
         _validate_logprobs(sampled, result.logprobs)
-    for event in result.transfers:
-        if event.kind not in ("loaded", "saved"):
-            raise InvalidResult(f"transfer event of sequence {event.seq}: kind {event.kind!r} is not loaded or saved")
+    if result.transfers:
+        validate_transfers(result.transfers)
     nexts = result.next_drafts or repeat(NOTHING)
     if not errors and _valid_at_a_glance(rows, sampled, nexts, num_speculative_tokens):
         return
@@ -128,7 +136,7 @@ def commit_rows(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepOut
             request.computed -= verified + 1 - k
             lengths[k - 1] += 1
             drafted += verified
-        request.output += tokens
+        request.output.extend(tokens)
         total = request.num_tokens + k
         if total < request.max_total and request.stop_ids.isdisjoint(tokens):
             request.num_tokens = total

@@ -63,6 +63,17 @@ class TransferEvent(msgspec.Struct, frozen=True):
     failed_blocks: tuple[int, ...] = ()
 
 
+def validate_transfers(events: Sequence[TransferEvent]) -> None:
+    """Check every event before any is applied.
+
+    Raises:
+        InvalidResult: a ``kind`` that is not one of the two.
+    """
+    for event in events:
+        if event.kind not in ("loaded", "saved"):
+            raise InvalidResult(f"transfer event of sequence {event.seq}: kind {event.kind!r} is not loaded or saved")
+
+
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """One rank's decision for one step.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache, lru_cache
@@ -29,11 +30,11 @@ class TokenSource(Protocol):
 
 @cache
 def _packer(count: int) -> Callable[..., bytes]:
-    return Struct(f"<{count}i").pack
+    return Struct(f"={count}i").pack
 
 
 def ids_key(ids: Sequence[int]) -> bytes:
-    """The content key of stored token ids: four bytes each, in order."""
+    """The content key of stored token ids: four bytes each, in order, as in `Request.output`."""
     return _packer(len(ids))(*ids)
 
 
@@ -281,7 +282,8 @@ class Request:
         self.max_total = source.length + params.max_tokens
         self.num_prompt = source.length
         self.num_tokens = source.length
-        self.output: list[int] = []
+        # Four bytes a token: as a list of numbers, a thousand requests would not stay in the processor's cache.
+        self.output = array("i")
         self.seq = -1
         self.state = State.WAITING
         self.computed = 0
@@ -318,13 +320,13 @@ class Request:
         known = len(hashes)
         if known and count == known + 1 and known * block_size >= first:  # the next block of one that decodes
             start = known * block_size - first
-            key = ids_key(self.output[start : start + block_size])
+            key = self.output[start : start + block_size].tobytes()
             hashes.append(blake2b(hashes[-1] + key, digest_size=16).digest())
             return hashes
         for i in range(known, count):
             start = i * block_size - first
             if start >= 0:
-                key = ids_key(self.output[start : start + block_size])
+                key = self.output[start : start + block_size].tobytes()
             elif start + block_size <= 0:
                 key = self.source.block_key(i, block_size)
             else:

@@ -25,7 +25,7 @@ from paceline.core.connector import SchedulerConnector
 from paceline.core.kv.manager import KVManager
 from paceline.core.kv.pool import BlockPool
 from paceline.core.passes import Pass
-from paceline.core.plan import NewSequence, StepOutput, StepPlan, StepResult, TransferEvent
+from paceline.core.plan import NewSequence, StepOutput, StepPlan, StepResult, TransferEvent, validate_transfers
 from paceline.core.queue import RequestQueue, rank_key
 from paceline.core.request import FinishReason, Request, State
 from paceline.core.running import serve_all
@@ -109,6 +109,11 @@ class Scheduler:
         """Share of the usable blocks that are owned, 0 to 1."""
         usable = self.kv.pool.num_usable
         return 1.0 - self.kv.pool.num_free / usable
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Distinct blocks that stay out of use until the transport of a transfer that was given up confirms."""
+        return self.transfers.num_quarantined_blocks
 
     @property
     def has_work(self) -> bool:
@@ -372,7 +377,12 @@ class Scheduler:
         return outputs
 
     def end_transfers(self, events: Sequence[TransferEvent]) -> list[StepOutput]:
-        """Ends of transfers that are reported while no step is in flight, to an idle rank too."""
+        """Ends of transfers that are reported while no step is in flight, to an idle rank too.
+
+        Raises:
+            InvalidResult: an event that is none. None of them is applied.
+        """
+        validate_transfers(events)
         outputs = self.take_pending()
         for event in events:
             apply_event(self, event, outputs)
