@@ -46,7 +46,7 @@ def module_name(path: Path) -> str:
 def torch_free_modules() -> list[str]:
     """Every module that must import without torch."""
     paths = [path for folder in TORCH_FREE for path in sorted((PACKAGE / folder).rglob("*.py"))]
-    paths += sorted((PACKAGE / "connectors").glob("*/scheduler.py"))
+    paths += [PACKAGE / "connectors" / "config.py", *sorted((PACKAGE / "connectors").glob("*/scheduler.py"))]
     # A __main__ module runs the program when it is imported.
     return ["paceline", *(module_name(path) for path in paths if path.name != "__main__.py")]
 
