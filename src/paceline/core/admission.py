@@ -204,6 +204,8 @@ def _join(s: Scheduler, p: Pass, request: Request, resolved: int) -> None:
     """Enter the running list; the executor learns about the request and its block tables."""
     s.introduce(p, request)
     p.updates += s.kv.replace_updates(request)
+    if not s.running:
+        s.stats.idle_admissions += 1
     s.running.append(request)
     request.state = State.RUNNING
     request.computed = resolved

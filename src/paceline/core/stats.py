@@ -11,7 +11,8 @@ from paceline.core.verifier import AcceptanceStats
 class SchedulerStats:
     """Totals since the start. ``misses``: steps with rows that were not uniform W, by reason.
 
-    ``departures``: decisions that vLLM 0.32 would have taken otherwise, by name (see `core.departures`).
+    ``idle_admissions``: requests admitted while none was running. ``departures``: decisions that vLLM 0.32 would have
+    taken otherwise, by name (see `core.departures`).
     """
 
     __slots__ = (
@@ -19,6 +20,7 @@ class SchedulerStats:
         "busy_steps",
         "departures",
         "generated_tokens",
+        "idle_admissions",
         "late_transfers",
         "load_failures",
         "misses",
@@ -36,6 +38,7 @@ class SchedulerStats:
         self.departures: Counter[str] = Counter()
         self.busy_steps = 0
         self.uniform_steps = 0
+        self.idle_admissions = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.preemptions = 0
