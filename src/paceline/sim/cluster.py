@@ -176,7 +176,6 @@ class Cluster:
         self._next_id = 0
         self._request_s = scenario.network.request_ms / 1000
         self._response_s = scenario.network.response_ms / 1000
-        self.idle_rank_admissions = 0
 
     def send(self, job: Job, record: RequestRecord, client: Client) -> None:
         """A client's request on its way to the router."""
@@ -197,8 +196,6 @@ class Cluster:
         rank = node * self.scenario.cluster.ranks_per_node + local
         self._appends[request.id] = record.chunk_s.append
         self._flights[request.id] = _Flight(request, record, client, balancer, local)
-        scheduler = self.ranks[rank].scheduler
-        self.idle_rank_admissions += not (scheduler.num_running or scheduler.num_waiting)
         self.ranks[rank].add(request)
         self.drivers[rank // self._group_size].wake()
         if not self._snapshots_on:
@@ -248,7 +245,7 @@ class _Marks:
         self.steps = sum(d.tally.steps for d in cluster.drivers)
         self.full_steps = sum(d.tally.full_steps for d in cluster.drivers)
         self.busy = sum(r.scheduler.stats.busy_steps for r in cluster.ranks)
-        self.idle_admissions = cluster.idle_rank_admissions
+        self.idle_admissions = sum(r.scheduler.stats.idle_admissions for r in cluster.ranks)
         self.misses: Counter[str] = Counter()
         self.acceptance = AcceptanceStats(cluster.scenario.speculation.num_speculative_tokens)
         for rank in cluster.ranks:
