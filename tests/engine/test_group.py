@@ -204,3 +204,19 @@ def test_a_completion_that_arrives_when_its_rank_is_idle_lifts_the_quarantine() 
     f.step()
     f.step()
     assert scheduler.kv_usage == 0
+
+
+def test_a_stop_is_agreed_on_by_all_and_carried_to_the_next_sleep() -> None:
+    f = Fleet(2)
+    f.add(0, "r", 10, max_tokens=4)
+    assert not f.group.begin(0.0).stop
+    f.finish()
+    agreed = f.group.begin(0.0, stop=True)
+    assert (agreed.run, agreed.stop) == (RUN, True)
+    f.finish()
+    while agreed.run != SLEEP:
+        agreed = f.group.begin(0.0, stop=True)
+        if agreed.run != SLEEP:
+            f.finish()
+    assert agreed.stop
+    assert f.ended() == {"r": "length"}

@@ -17,7 +17,8 @@ import torch
 import transformers
 
 from paceline import SamplingParams
-from paceline.models.registry import embedded_model_path, load_model
+from paceline.models.embedded import embedded_model_path
+from paceline.models.registry import load_model
 from paceline.models.spec import LoadedModel
 from paceline.runtime.llm import LLM
 

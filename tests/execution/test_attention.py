@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -127,7 +129,13 @@ def test_slots_past_a_rows_context_do_not_matter() -> None:
         assert torch.equal(out, again)
 
 
-def test_bfloat16() -> None:
-    case = Case([(30, 1), (33, 1), (0, 40)], torch.bfloat16)
-    for i, out in enumerate(case.attend([0, 1, 2])):
+@pytest.mark.parametrize("block_size", [3, 4, 16])
+@pytest.mark.parametrize("head_dim", [8, 40, 64])
+def test_bfloat16(monkeypatch: pytest.MonkeyPatch, head_dim: int, block_size: int) -> None:
+    """Compiled kernels have faster ways for some sizes."""
+    monkeypatch.setattr(f"{__name__}.HEAD_DIM", head_dim)
+    monkeypatch.setattr(f"{__name__}.BLOCK_SIZE", block_size)
+    monkeypatch.setattr(f"{__name__}.CONFIG", replace(CONFIG, head_dim=head_dim))
+    case = Case([(30, 1), (33, 1), (0, 40), (70, 35)], torch.bfloat16)
+    for i, out in enumerate(case.attend([0, 1, 2, 3])):
         torch.testing.assert_close(out, case.expected(i), atol=3e-2, rtol=3e-2)

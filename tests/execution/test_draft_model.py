@@ -14,11 +14,16 @@ import pytest
 import torch
 
 from paceline.core.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, SpeculationConfig
+from paceline.core.graphs import FULL, NONE
+from paceline.core.lockstep import RUN, Agreement
+from paceline.core.plan import StepPlan
 from paceline.core.request import Request, SamplingParams, StoredTokens
 from paceline.core.scheduler import Scheduler
 from paceline.engine.rank import Rank
 from paceline.execution.runner import ModelExecutor
+from paceline.models.experts import LocalExchange, Placement, Routed
 from paceline.models.llama import Llama
+from paceline.models.spec import ExpertConfig
 
 MakeModel = Callable[..., Llama]
 K = 3
@@ -158,6 +163,44 @@ def test_a_failed_row_leaves_the_others_their_drafts(model: Llama, make_model: M
     expected = Engine(poisoned, None).complete(clean)
     assert engine.complete(clean) == expected
     assert engine.rejected == 0
+
+
+def test_a_mixture_that_drafts_makes_the_passes_of_its_group(model: Llama) -> None:
+    """As many as were agreed, with rows and without: its experts serve the other ranks in each."""
+    begun, tokens = [], []
+
+    class Exchange(LocalExchange):
+        def begin(self, mode: int, size: int, inert: torch.Tensor | None = None) -> None:
+            begun.append((mode, size))
+            super().begin(mode, size, inert)
+
+        def dispatch(self, routed: Routed, placement: Placement) -> Routed:
+            tokens.append(len(routed.hidden))
+            return super().dispatch(routed, placement)
+
+    experts = ExpertConfig(num_experts=2, top_k=1, intermediate_size=8, normalise=True)
+    config = replace(model.config, num_layers=1, experts=experts)
+    shapes = {"embed_tokens": (64, 32), "lm_head": (64, 32), "gate": (2, 32), "o_proj": (32, 32)}
+    shapes |= {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32)}
+    shapes |= {"gate_proj": (8, 32), "up_proj": (8, 32), "down_proj": (32, 8)}
+    generator = torch.Generator().manual_seed(1)
+    names = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    draft = Llama(config, torch.float32, lambda name: names.get(name.split(".")[-2], torch.ones(32)), Exchange())
+    engine = Engine(model, draft)
+    agreement = Agreement(0, RUN, FULL, 8, (8,), K, False)
+    engine.rank.executor.launch(StepPlan(0, (), 0, 0), agreement)
+    engine.rank.executor.collect()
+    assert (begun, tokens) == ([(NONE, 0)] * K, [0] * K)
+    begun.clear()
+    tokens.clear()
+    engine.rank.add(Request("first", StoredTokens(PROMPTS[1]), SamplingParams(temperature=0.0, max_tokens=2)))
+    engine.rank.begin(0.0)
+    engine.rank.launch(agreement)
+    engine.rank.finish(engine.rank.collect(), 0.0)
+    assert (begun, tokens) == ([(NONE, 0)] * K, [len(PROMPTS[1]) + 1, 1, 1])
+    while engine.rank.has_work:
+        engine.rank.step(0.0)
+    assert engine.complete(PROMPTS) == Engine(model, None).complete(PROMPTS)
 
 
 def test_draft_models_that_do_not_fit_are_refused(model: Llama, make_model: MakeModel) -> None:

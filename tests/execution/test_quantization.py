@@ -16,6 +16,7 @@ from paceline.execution.kvcache import KVCache
 from paceline.models.fused import FusedLlama, quantise_rows
 from paceline.models.llama import Llama
 from paceline.models.spec import LlamaConfig
+from paceline.models.team import Team
 
 CONFIG = LlamaConfig(
     vocab_size=96,
@@ -113,10 +114,11 @@ def test_a_huge_token_costs_its_neighbours_no_precision(exact: Llama) -> None:
         assert torch.equal(model.logits(hidden)[0], model.logits(hidden[:1])[0])
 
 
+@pytest.mark.parametrize("int8", [True, False])
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_row_is_the_same_alone_and_in_a_batch(make_driver: Callable[..., Any], width: int) -> None:
-    """The path of uniform rows, bit by bit: int8 products are exact, and attention reads a row's own context only."""
-    model = FusedLlama(CONFIG, weights(), int8=True)
+def test_a_row_is_the_same_alone_and_in_a_batch(width: int, int8: bool) -> None:
+    """Bit by bit: sums are taken in the same order whatever the batch, and attention reads a row's own context only."""
+    model = FusedLlama(CONFIG, weights(), int8=int8)
     cache = KVCache(CONFIG, 120, 4, model.dtype)
     contexts = [30, 7, 19, 55]
     tables = np.split(np.random.default_rng(0).permutation(119)[:116] + 1, 4)
@@ -135,10 +137,27 @@ def test_a_row_is_the_same_alone_and_in_a_batch(make_driver: Callable[..., Any],
         assert torch.equal(run([span]), logits)
 
 
-def test_tokens_of_a_wider_row_are_those_of_single_ones() -> None:
-    """A verifier row yields what decode rows would have, so that speculation changes no token."""
-    model = FusedLlama(CONFIG, weights(), int8=True)
-    assert torch.equal(paged_logits(model, [80, 4, 6]), paged_logits(model, [80, *[1] * 10]))
+@pytest.mark.parametrize("chunks", [[80, 4, 6], [90], [33, 57]])
+def test_tokens_of_a_wider_row_are_those_of_single_ones(fused: FusedLlama, chunks: list[int]) -> None:
+    """A verifier row yields what decode rows would have, so that speculation changes no token; so does a prefill."""
+    assert torch.equal(paged_logits(fused, chunks), paged_logits(fused, [80, *[1] * 10]))
+
+
+def test_helper_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for size in (1, 3):
+        monkeypatch.setattr("paceline.models.fused.shared_team", lambda size=size: Team(size))
+        results.append(paged_logits(FusedLlama(CONFIG, weights(), int8=True), [70, *[1] * 20]))
+    assert torch.equal(*results)
+
+
+def test_the_layers_in_one_call_are_the_layers_one_by_one(fused: FusedLlama) -> None:
+    """An attention that is not compiled gets rotated queries and keys, layer after layer."""
+    cache = KVCache(CONFIG, 40, 4, fused.dtype)
+    paged = PagedAttention(cache, [RowSpan(0, 90, np.arange(39, 0, -1, dtype=np.int64))], CONFIG.num_heads)
+    with torch.inference_mode():
+        hidden = fused.forward(torch.tensor(IDS), torch.arange(90), lambda *args: paged(*args))
+        assert torch.equal(fused.logits(hidden), paged_logits(fused, [90]))
 
 
 @pytest.mark.parametrize("int8", [True, False])

@@ -13,7 +13,6 @@ from paceline.core.config import (
     CacheConfig,
     ConfigError,
     EngineConfig,
-    GraphConfig,
     GroupConfig,
     SchedulerConfig,
     SpeculationConfig,
@@ -285,8 +284,7 @@ def test_retired_sequences_are_forgotten(make_driver: MakeDriver) -> None:
 @pytest.mark.parametrize(
     ("parts", "named"),
     [
-        ({"speculation": SpeculationConfig(method="eagle3", num_speculative_tokens=3)}, "speculation.method"),
-        ({"graphs": GraphConfig(mode="FULL_DECODE_ONLY")}, "graphs.mode"),
+        ({"speculation": SpeculationConfig(method="mtp", num_speculative_tokens=3)}, "speculation.method"),
         (
             {"cache": CacheConfig(num_blocks=100, groups=(GroupConfig(kind="sliding", sliding_window=8),))},
             "cache.groups",

@@ -162,7 +162,8 @@ def test_older_rope_keys_are_read(save: Save, logits: Callable[..., torch.Tensor
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "MixtralForCausalLM"),
+        ({"architectures": ["PhimoeForCausalLM"], "model_type": "phimoe"}, "PhimoeForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "num_local_experts: must be an integer"),
         ({"model_type": "qwen2"}, "qwen2"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: 'awq'"),
         ({"attention_bias": True}, "attention_bias"),

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.models.registry import embedded_model_path, load_model
+from paceline.models.embedded import embedded_model_path
+from paceline.models.registry import load_model
 from paceline.models.spec import UnsupportedModel
 
 

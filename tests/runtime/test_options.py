@@ -50,7 +50,12 @@ def test_one_lookup_length_stands_for_both(key: str) -> None:
             {"method": "ngram", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1},
             "draft_tensor_parallel_size",
         ),
-        ({"method": "eagle3", "num_speculative_tokens": 2}, "speculative_config.method"),
+        ({"method": "mtp", "num_speculative_tokens": 2}, "speculative_config.method"),
+        ({"method": "eagle3", "num_speculative_tokens": 2}, "speculative_config.model"),
+        (
+            {"method": "eagle3", "num_speculative_tokens": 2, "model": "x", "prompt_lookup_max": 3},
+            "prompt_lookup_max",
+        ),
         ({"num_speculative_tokens": 2}, "speculative_config.method"),
         ({"method": "ngram", "num_speculative_tokens": 2, "model": "x"}, "speculative_config.model"),
         ({"method": "draft_model", "num_speculative_tokens": 2}, "speculative_config.model"),

@@ -17,12 +17,12 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from paceline.core.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculationConfig
-from paceline.core.lockstep import Agreement
+from paceline.core.lockstep import RUN, Agreement
 from paceline.core.plan import NewSequence, Row, StepPlan, StepResult, TokenLogprobs
 from paceline.core.scheduler import Scheduler
 from paceline.engine.messages import ModelInfo
-from paceline.engine.rank import Rank
-from paceline.runtime.engine_process import BuiltEngine
+from paceline.engine.rank import Rank, StepCounts
+from paceline.runtime.engine_process import BuiltEngine, InStep
 
 FACTORY = f"{__name__}:build"
 SPECIAL = ("<|end|>", "<|turn|>", "<|kill|>", "<|raise|>", "<|poison|>")
@@ -78,8 +78,13 @@ class ScriptedExecutor:
         self._step_s = step_s
         self._scripts: dict[int, Script] = {}
         self._plan: StepPlan | None = None
+        self._computes = False
+        self.steps = StepCounts()
 
     def launch(self, plan: StepPlan, agreement: Agreement | None) -> None:
+        self._computes = bool(plan.rows) or (agreement is not None and agreement.run == RUN)
+        if self._computes:
+            self.steps.count(plan.tokens, agreement)
         for new in plan.first:
             self._scripts[new.seq] = _script(new)
         for seq in plan.retired:
@@ -89,7 +94,7 @@ class ScriptedExecutor:
     def collect(self) -> StepResult:
         plan = self._plan
         assert plan is not None
-        if plan.rows and self._step_s:
+        if self._step_s and self._computes:
             time.sleep(self._step_s)
         sampled, drafts, errors = [], [], {}
         logprobs: list[tuple[TokenLogprobs, ...] | None] = []
@@ -128,10 +133,15 @@ def _script(new: NewSequence) -> Script:
 
 
 def build(options: dict[str, Any]) -> BuiltEngine:
-    """Options: ``num_drafts``, ``step_s``, ``refuse`` (a complaint) and fields of the scheduler's configuration."""
+    """Options: ``num_drafts``, ``step_s``, ``refuse`` (a complaint) and fields of the scheduler's configuration.
+
+    ``data_parallel``: see `runtime.engine_group`; ``lockstep`` there puts the ranks in step, ``differ`` makes the last
+    of them another engine.
+    """
     chosen = dict(options)
     if "refuse" in chosen:
         raise ValueError(chosen["refuse"])
+    place = chosen.pop("data_parallel", {})
     num_drafts, step_s = chosen.pop("num_drafts", 0), chosen.pop("step_s", 0.0)
     scheduler = SchedulerConfig(**{"max_model_len": 2048, "max_num_seqs": 64, **chosen})
     speculation = SpeculationConfig(method="ngram" if num_drafts else None, num_speculative_tokens=num_drafts)
@@ -154,4 +164,16 @@ def build(options: dict[str, Any]) -> BuiltEngine:
             scheduling_policy=scheduler.policy,
             num_speculative_tokens=num_drafts,
         ),
+        _line(place) if place.get("lockstep") else None,
     )
+
+
+def _line(place: dict[str, Any]) -> InStep:
+    """Over gloo, as ranks of several hosts are; torch is imported by nobody else here."""
+    from paceline.parallel.rendezvous import Meeting, Place
+    from paceline.parallel.votes import GlooVotes
+
+    meeting = Meeting(Place(**{name: place[name] for name in ("size", "rank", "store", "inbox", "timeout_s")}))
+    layers = 2 + (place.get("differ", False) and place["rank"] == place["size"] - 1)
+    peers = meeting.compare({"model": {"num_layers": layers}})
+    return InStep(GlooVotes(place["timeout_s"]), peers)

@@ -63,11 +63,8 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def children(self) -> list[int]:
-        """Processes that this one started."""
-        done = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
-        )
-        return [int(pid) for pid in done.stdout.split()]
+        """Processes that this one started, in that order."""
+        return sorted(children(self.process.pid))
 
     def engine_pid(self) -> int:
         [pid] = self.children()
@@ -209,3 +206,9 @@ def fake_server(engine: Mapping[str, Any] | None = None, **options: Any) -> Iter
     """A server with the fake engine; ``options`` are those of `ServeOptions`."""
     with running(["-m", "tests.server.program", json.dumps({"engine": dict(engine or {}), **options})]) as server:
         yield server
+
+
+def children(pid: int) -> set[int]:
+    """Processes that ``pid`` has started and that are there."""
+    done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return {int(child) for child in done.stdout.split()}

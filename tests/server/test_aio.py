@@ -17,7 +17,7 @@ from paceline.core.plan import StepOutput
 from paceline.core.request import SamplingParams
 from paceline.engine.aio import AsyncEngine, EngineDead
 from paceline.engine.messages import Add
-from paceline.runtime.engine_process import EngineFailed, EngineProcess, EngineRefused
+from paceline.runtime.engine_group import EngineFailed, EngineGroup, EngineRefused
 from tests.server.fake import END, FACTORY
 from tests.server.harness import DEADLINE_S, environment
 
@@ -30,10 +30,10 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def engine_with(**options: Any) -> AsyncIterator[AsyncEngine]:
-    process = EngineProcess(FACTORY, options)
+    process = EngineGroup(FACTORY, options)
     try:
         process.wait_ready()
-        engine = AsyncEngine(process.inbox, process.outbox)
+        engine = AsyncEngine(process.inboxes, process.outbox)
         engine.start()
         async with asyncio.timeout(DEADLINE_S):
             yield engine
@@ -84,11 +84,11 @@ def test_abort_ends_the_stream_and_frees() -> None:
     async def run() -> list[StepOutput]:
         async with engine_with(step_s=0.01) as engine:
             with engine.add(request("a", b"abc", max_tokens=2000)) as stream:
-                await until(lambda: engine.snapshot.running == 1)
-                assert engine.snapshot.kv_usage > 0
+                await until(lambda: engine.snapshots[0].running == 1)
+                assert engine.snapshots[0].kv_usage > 0
                 engine.abort("a", "unknown")
                 outputs = [output async for output in stream]
-            await until(lambda: engine.snapshot.running == 0 and engine.snapshot.kv_usage == 0)
+            await until(lambda: engine.snapshots[0].running == 0 and engine.snapshots[0].kv_usage == 0)
             return outputs
 
     assert asyncio.run(run())[-1].finish_reason == "abort"
@@ -100,7 +100,7 @@ def test_leaving_the_block_aborts() -> None:
             with engine.add(request("a", b"abc", max_tokens=2000)) as stream:
                 assert (await anext(stream)).token_ids
             assert engine.in_flight == 0
-            await until(lambda: engine.snapshot.running == 0 and engine.snapshot.kv_usage == 0)
+            await until(lambda: engine.snapshots[0].running == 0 and engine.snapshots[0].kv_usage == 0)
 
     asyncio.run(run())
 
@@ -130,19 +130,19 @@ def test_closing_ends_open_streams_and_refuses_new_requests() -> None:
 
 
 def test_engine_that_cannot_be_built() -> None:
-    process = EngineProcess(FACTORY, {"refuse": "depth: there is no such option"})
+    process = EngineGroup(FACTORY, {"refuse": "depth: there is no such option"})
     with pytest.raises(EngineRefused, match="depth: there is no such option"):
         process.wait_ready()
     process.kill()
 
 
 def test_engine_that_dies_before_it_is_ready() -> None:
-    broken = EngineProcess("os:abort", {})
+    broken = EngineGroup("os:abort", {})
     with pytest.raises(EngineFailed, match="TypeError"):
         broken.wait_ready()
     broken.kill()
-    killed = EngineProcess(FACTORY, {})
-    os.kill(killed.pid, signal.SIGKILL)
+    killed = EngineGroup(FACTORY, {})
+    os.kill(killed.pids[0], signal.SIGKILL)
     with pytest.raises(EngineFailed, match="killed by signal 9"):
         killed.wait_ready()
     killed.kill()

@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import time
 from typing import Any
 
@@ -198,15 +197,32 @@ def test_options_that_cannot_be_honoured_are_named(flags: list[str], words: str)
     assert "Traceback" not in said
 
 
-def test_interrupted_while_loading_leaves_nothing_behind() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    for number in (signal.SIGTERM, signal.SIGINT):
-        server = Server(["-m", "paceline", "serve", "--port", str(port)])
-        wait_until(server.children, "the engine to start")
-        [engine] = server.children()
-        server.process.send_signal(number)
-        assert server.wait() == 128 + number, server.log
-        wait_until(lambda engine=engine: not alive(engine), "the engine to end")
-        assert "Traceback" not in "".join(server.log)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_interrupted_while_loading_leaves_nothing_behind(number: signal.Signals) -> None:
+    server = Server(["-m", "paceline", "serve", "--port", "0"])
+    wait_until(server.children, "the engine to start")
+    engines = server.children()
+    server.process.send_signal(number)
+    assert server.wait() == 128 + number, server.log
+    wait_until(lambda: not any(map(alive, engines)), "the engine to end")
+    assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_while_the_engine_is_being_started_ends_it_too(number: signal.Signals) -> None:
+    """At the very moment at which the process exists and its owner does not know it yet."""
+    program = (
+        "import os, signal, subprocess, sys\n"
+        "from paceline.cli import main\n"
+        "class Interrupted(subprocess.Popen):\n"
+        "    def __init__(self, *args, **kwargs):\n"
+        "        super().__init__(*args, **kwargs)\n"
+        f"        print('engine', self.pid, flush=True); os.kill(os.getpid(), {int(number)})\n"
+        "subprocess.Popen = Interrupted\n"
+        "sys.exit(main(['serve', '--port', '0']))"
+    )
+    server = Server(["-c", program])
+    assert server.wait() == 128 + number, server.log
+    [engine] = [int(line.split()[1]) for line in server.log if line.startswith("engine ")]
+    wait_until(lambda: not alive(engine), "the engine to end")
+    assert "Traceback" not in "".join(server.log)

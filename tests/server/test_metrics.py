@@ -10,6 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline import __version__
+from paceline.core.plan import TransferEvent
+from paceline.engine.messages import ModelInfo, Snapshot
+from paceline.server.metrics import Metrics
+from tests.core.driving import Drive, Offers, engine_config
+from tests.server.fake import VOCAB
 from tests.server.harness import Server, fake_server
 
 DASHBOARD = (
@@ -79,6 +84,29 @@ def test_accepted_drafts_are_counted_by_position(drafting: Server) -> None:
         assert drafting.metric(name, position=position) == count + 2
 
 
+def test_transfers_that_went_wrong_are_counted() -> None:
+    """A load past its deadline, then the report that it has ended after all, then the same report again."""
+    connector = Offers({"frozen": 8}, asynchronous=True)
+    d = Drive(engine_config(K=0, transfer_deadline_s=0.05, block_size=4), connector)
+    request = d.add("frozen", 10)
+    d.step()
+    d.now += 1.0
+    d.step()
+    s = d.s
+
+    def samples() -> dict[str, float]:
+        metrics = Metrics("m", ModelInfo("m", "", 10, 100))
+        metrics.snapshots = lambda: [Snapshot.of(s.stats, s.num_running, s.num_waiting, 0.0, s.num_quarantined_blocks)]
+        families = text_string_to_metric_families(metrics.text().decode())
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+    names = ("paceline:kv_load_failures_total", "paceline:late_transfers_total", "paceline:quarantined_blocks")
+    assert [samples()[name] for name in names] == [1, 0, 2]
+    for _ in range(2):
+        s.end_transfers([TransferEvent("loaded", request.seq, 0)])
+    assert [samples()[name] for name in names] == [1, 1, 0]
+
+
 def test_salted_prompts_share_no_cache(server: Server) -> None:
     def hits(**fields: str) -> float:
         before = server.metric("vllm:prefix_cache_hits_total")
@@ -111,6 +139,7 @@ def test_models(server: Server) -> None:
     assert listed["object"] == "list"
     [card] = listed["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 2048)
+    assert card["vocab_size"] == VOCAB
     assert server.get("/v1/models/fake").json == card
 
 

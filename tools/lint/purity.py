@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lint: what core must not touch, and where cli may import runtime.
+"""Lint: what core must not touch, and where cli may import runtime and server.
 
 The same decisions must come out of the core in serving and in simulation, and twice from one seed. So it reads no
 clock, opens no socket, imports no torch, and draws only from generators that were given a seed. The command line must
-start on the base install, so it imports runtime inside functions only.
+start on the base install, so it imports runtime and server inside functions only.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ FORBIDDEN_IN_CORE = frozenset(
 SEEDED = frozenset({"Random", "RandomState", "default_rng", "SeedSequence", "PCG64", "Philox"})
 GENERATORS = SEEDED | {"Generator"}
 """What core may take from `random` and `numpy.random`: objects, never the functions with hidden global state."""
+LATE_IN_CLI = ("paceline.runtime", "paceline.server", "paceline.LLM")
+"""What cli imports inside functions: they need extras that the base install lacks."""
 
 
 def imported(node: ast.AST) -> list[tuple[int, str]]:
@@ -53,8 +55,8 @@ def impure(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{called}() without a seed differs from run to run; pass one"
 
 
-def eager_runtime(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, complaint) for a module of cli: runtime imported when the module itself is."""
+def eager(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, complaint) for a module of cli: one of `LATE_IN_CLI` imported when the module itself is."""
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
@@ -64,15 +66,16 @@ def eager_runtime(tree: ast.Module) -> Iterator[tuple[int, str]]:
             pending.extend(node.orelse)
             continue
         for line, name in imported(node):
-            if f"{name}.".startswith("paceline.runtime."):
-                yield line, "import paceline.runtime inside the function that needs it"
+            for package in LATE_IN_CLI:
+                if f"{name}.".startswith(f"{package}."):
+                    yield line, f"import {package} inside the function that needs it"
         pending.extend(ast.iter_child_nodes(node))
 
 
 def main() -> int:
     checks: tuple[tuple[Path, Callable[[ast.Module], Iterator[tuple[int, str]]]], ...] = (
         (PACKAGE / "core", impure),
-        (PACKAGE / "cli", eager_runtime),
+        (PACKAGE / "cli", eager),
     )
     problems, checked = [], 0
     for folder, check in checks:

@@ -7,7 +7,8 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping
-from types import TracebackType
+from dataclasses import dataclass
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -55,7 +56,9 @@ class Client:
     async def __aenter__(self) -> Self:
         # How many requests are in flight is decided by whoever sends them.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(_mark_reused)
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, trace_configs=[trace])
         return self
 
     async def __aexit__(
@@ -64,16 +67,27 @@ class Client:
         await self._session.close()
 
     async def send(self, body: bytes, record: RequestRecord) -> None:
-        """Send a request now and read its answer to the end; ``record.error`` says what failed, if anything did."""
+        """Send a request now and read its answer to the end; ``record.error`` says what failed, if anything did.
+
+        A server may close a connection that is kept open, just as the next request takes it. Such a request, of whose
+        answer nothing has come, is sent again, as HTTP clients do.
+        """
+        record.sent_s = clock()
+        while not await self._send(body, record):
+            pass
+
+    async def _send(self, body: bytes, record: RequestRecord) -> bool:
+        """One try; False if the connection was an old one, and gone."""
         reader = AnswerReader(record)
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         failure: str | None = None
-        record.sent_s = clock()
+        answered, reused = False, _Reused()
         try:
-            async with self._session.post(self._url, data=body, timeout=timeout) as response:
+            async with self._session.post(self._url, data=body, timeout=timeout, trace_request_ctx=reused) as response:
+                answered = True
                 if response.status != 200:
                     record.error = f"HTTP {response.status}: {error_text(await response.read())}"
-                    return
+                    return True
                 async for data in response.content.iter_any():
                     reader.feed(data, clock())
                     if reader.over:
@@ -84,8 +98,11 @@ class Client:
         except aiohttp.ClientConnectorError as error:
             failure = f"no connection: {_reason(error)}"
         except (aiohttp.ClientError, OSError) as error:
+            if reused.yes and not answered:
+                return False
             failure = f"connection lost: {_reason(error)}"
         reader.end(failure)
+        return True
 
     async def get(self, path: str, timeout_s: float = SMALL_TIMEOUT_S) -> bytes:
         """The body of a successful GET.
@@ -135,6 +152,18 @@ class Client:
                     " --port; --ready-check-timeout-sec waits for one that is still starting"
                 )
             await asyncio.sleep(RETRY_S)
+
+
+@dataclass(slots=True)
+class _Reused:
+    """Whether a request went over a connection that had carried one before."""
+
+    yes: bool = False
+
+
+async def _mark_reused(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.yes = True
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:

@@ -11,6 +11,10 @@ from cyclopts import App, CycloptsError
 
 from paceline import __version__
 from paceline.cli.output import CommandError
+from paceline.cli.random_eagle3 import EXAMPLES as EAGLE3_EXAMPLES
+from paceline.cli.random_eagle3 import random_eagle3
+from paceline.cli.upcycle import EXAMPLES as UPCYCLE_EXAMPLES
+from paceline.cli.upcycle import upcycle
 from paceline.core.config import ConfigError
 
 HELP = """Serve language models on ranks that decode in step, and judge a scheduler's policy in virtual time.
@@ -39,6 +43,8 @@ app.command(
     help="Serve a model behind the OpenAI API.",
     help_epilogue="Example:\n\n  paceline serve smollm2 --max-num-seqs 32\n  curl http://127.0.0.1:8000/v1/models",
 )
+app.command(random_eagle3, name="random-eagle3", help_epilogue=EAGLE3_EXAMPLES)
+app.command(upcycle, name="upcycle", help_epilogue=UPCYCLE_EXAMPLES)
 
 
 @app.command(help_epilogue="")

@@ -23,6 +23,7 @@ EXAMPLES = """Examples:
 
 app = App(name="bench", help_epilogue=EXAMPLES)
 app.command("paceline.cli.bench_serve:serve", name="serve", help="Send load to a server and measure it.")
+app.command("paceline.cli.bench_line:line", name="line", help="Ranks in lock-step, before and after the padding rule.")
 
 
 @app.command
@@ -43,6 +44,22 @@ def scheduler(
     at_least(steps, 1, "--steps")
     check_target(json, "--json")
     emit(run(counts, num_speculative_tokens, steps), json)
+
+
+@app.command
+def agreement(
+    *,
+    ranks: Annotated[str, Parameter(help="Ranks of a group, one measurement each.")] = "2,4,16,64",
+    repeats: Annotated[int, Parameter(converter=integer, help="Timed batches of steps; the median counts.")] = 100,
+    json: Json = None,
+) -> None:
+    """Time what ranks in lock-step do to agree on a step, without the collective that carries their votes."""
+    from paceline.bench.agreement import run
+
+    counts = parse_counts(ranks, "--ranks")
+    at_least(repeats, 1, "--repeats")
+    check_target(json, "--json")
+    emit(run(counts, repeats), json)
 
 
 @app.command

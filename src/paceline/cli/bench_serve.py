@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from paceline.cli.output import CommandError, stderr, write_json
+from paceline.cli.output import CommandError, integer, stderr, write_json
 
 if TYPE_CHECKING:
     from paceline.bench.texts import LocalTokenizer
@@ -34,7 +34,7 @@ def serve(  # size: most of it is the list of flags, each with its help
     ] = "openai",
     base_url: Annotated[str | None, Parameter(help="The server's address, instead of host and port.")] = None,
     host: Annotated[str, Parameter(help="The server's host.")] = "127.0.0.1",
-    port: Annotated[int, Parameter(help="The server's port.")] = 8000,
+    port: Annotated[int, Parameter(converter=integer, help="The server's port.")] = 8000,
     endpoint: Annotated[
         str | None, Parameter(help="Path that answers prompts; by default /v1/completions or /v1/chat/completions.")
     ] = None,
@@ -48,8 +48,12 @@ def serve(  # size: most of it is the list of flags, each with its help
         Parameter(help="Random prompts, a ShareGPT JSON file, or JSON lines with `prompt` and `output_tokens`."),
     ] = "random",
     dataset_path: Annotated[Path | None, Parameter(help="The file of sharegpt or custom.")] = None,
-    random_input_len: Annotated[int | None, Parameter(help="Tokens of a random prompt; 1024 by default.")] = None,
-    random_output_len: Annotated[int | None, Parameter(help="Tokens to ask for; 128 by default.")] = None,
+    random_input_len: Annotated[
+        int | None, Parameter(converter=integer, help="Tokens of a random prompt; 1024 by default.")
+    ] = None,
+    random_output_len: Annotated[
+        int | None, Parameter(converter=integer, help="Tokens to ask for; 128 by default.")
+    ] = None,
     random_range_ratio: Annotated[
         str | None,
         Parameter(
@@ -58,18 +62,22 @@ def serve(  # size: most of it is the list of flags, each with its help
         ),
     ] = None,
     random_prefix_len: Annotated[
-        int | None, Parameter(help="Tokens in front that all random prompts share; 0 by default.")
+        int | None, Parameter(converter=integer, help="Tokens in front that all random prompts share; 0 by default.")
     ] = None,
     random_vocab_size: Annotated[
         int | None,
-        Parameter(help="Random ids are below this; the tokenizer's by default, 32000 if that is the server's."),
+        Parameter(
+            converter=integer,
+            help="Random ids are below this; the tokenizer's by default, 32000 if that is the server's.",
+        ),
     ] = None,
     prompt_token_ids: Annotated[Flag, Parameter(help="Send random prompts as token ids, not as text.")] = False,
     sharegpt_output_len: Annotated[
-        int | None, Parameter(help="Tokens to ask for; by default as many as the file's answer has.")
+        int | None, Parameter(converter=integer, help="Tokens to ask for; by default as many as the file's answer has.")
     ] = None,
     custom_output_len: Annotated[
-        int | None, Parameter(help="Tokens to ask for; 256 by default, -1: each line's output_tokens.")
+        int | None,
+        Parameter(converter=integer, help="Tokens to ask for; 256 by default, -1: each line's output_tokens."),
     ] = None,
     skip_chat_template: Annotated[
         Flag, Parameter(help="Send custom prompts to /v1/completions without the model's chat template.")
@@ -85,10 +93,14 @@ def serve(  # size: most of it is the list of flags, each with its help
     burstiness: Annotated[
         float, Parameter(help="Shape of the gamma-distributed gaps; 1: Poisson, less: bursts, inf: even.")
     ] = 1.0,
-    max_concurrency: Annotated[int | None, Parameter(help="Requests in flight at most; no limit by default.")] = None,
-    num_prompts: Annotated[int, Parameter(help="Requests to measure.")] = 1000,
-    num_warmups: Annotated[int, Parameter(help="Requests of their own that come first and do not count.")] = 0,
-    seed: Annotated[int, Parameter(help="The same seed gives the same lengths and arrivals.")] = 0,
+    max_concurrency: Annotated[
+        int | None, Parameter(converter=integer, help="Requests in flight at most; no limit by default.")
+    ] = None,
+    num_prompts: Annotated[int, Parameter(converter=integer, help="Requests to measure.")] = 1000,
+    num_warmups: Annotated[
+        int, Parameter(converter=integer, help="Requests of their own that come first and do not count.")
+    ] = 0,
+    seed: Annotated[int, Parameter(converter=integer, help="The same seed gives the same lengths and arrivals.")] = 0,
     percentile_metrics: Annotated[
         str,
         Parameter(
@@ -171,7 +183,7 @@ def serve(  # size: most of it is the list of flags, each with its help
         metadata=dict(_pair(text, "=", "--metadata") for text in metadata or ()),
     )
     try:
-        outcome = run(options, _load_tokenizer, _stages(not disable_tqdm))
+        outcome = run(options, _load_tokenizer, stages(not disable_tqdm))
     except ServerUnavailable as error:
         raise CommandError(str(error)) from error
     print(to_text(outcome.report), flush=True)
@@ -225,7 +237,7 @@ def _load_tokenizer(name: str) -> LocalTokenizer:
         raise CommandError(f"--tokenizer: {error}") from error
 
 
-def _stages(shown: bool) -> Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], None]]]:
+def stages(shown: bool) -> Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], None]]]:
     """Progress bars on stderr, one after the other; silent without a terminal."""
 
     @contextlib.contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``paceline demo``: one scheduler on two clocks. A measured cluster simulated; a real model speculating."""
+"""``paceline demo``: one scheduler on two clocks. A measured cluster simulated; a real model, offline and served."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.output import CommandError, progress_bar, stdout
+from paceline.cli.output import CommandError, at_least, integer, progress_bar, stdout
 from paceline.cli.sim import usable_cores
 
 if TYPE_CHECKING:
@@ -45,14 +45,17 @@ class Answer:
 
 def demo(
     *,
-    seeds: Annotated[int, Parameter(help="Simulated runs of each cell.")] = 5,
+    seeds: Annotated[int, Parameter(converter=integer, help="Simulated runs of each cell.")] = 5,
 ) -> None:
-    """A measured cluster beside the simulated one, then a real model with n-gram speculation off and on.
+    """A measured cluster beside the simulated one; a real model with n-gram speculation off and on; the model served.
 
-    Both halves run the same scheduler: the first on a virtual clock with sixteen ranks, the second on this machine.
+    All parts run the same scheduler: the first on a virtual clock with sixteen ranks, the others on this machine.
     """
-    show_cluster(seeds)
+    from paceline.cli.demo_serving import show_server
+
+    show_cluster(at_least(seeds, 1, "--seeds"))
     show_model()
+    show_server()
 
 
 def show_cluster(seeds: int) -> None:
@@ -84,7 +87,7 @@ def show_model() -> None:
         from paceline import LLM
     except ModuleNotFoundError as error:
         raise CommandError(
-            f"the second half of the demo runs a real model and needs {error.name}: pip install 'paceline[engine]'"
+            f"the rest of the demo runs a real model and needs {error.name}: pip install 'paceline[engine,serve]'"
         ) from error
     with progress_bar("loading and answering") as progress:
         total = 2 * len(PROMPTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.console import Console
 from paceline.sim.fields import json_text
 
 STDOUT = "-"
+_INTEGER = re.compile(r"[+-]?[0-9]+")
 PIPE_WIDTH = 140
 """Columns for tables that go to a file or a pipe, which have no width of their own."""
 
@@ -45,10 +47,17 @@ class CommandError(Exception):
 def integer(type_: object, tokens: Sequence[Token]) -> int:
     """A converter of `Parameter` that refuses 1.5 where an integer is needed, instead of rounding it."""
     text = tokens[0].value
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"must be an integer, got {text!r}") from None
+    if not _INTEGER.fullmatch(text):
+        raise ValueError(f"must be an integer, got {text!r}")
+    return int(text)
+
+
+def integer_or_auto(type_: object, tokens: Sequence[Token]) -> int | str:
+    """The like for an integer or the word auto."""
+    text = tokens[0].value
+    if text != "auto" and not _INTEGER.fullmatch(text):
+        raise ValueError(f"must be an integer or auto, got {text!r}")
+    return text if text == "auto" else int(text)
 
 
 def at_least(value: int, least: int, option: str) -> int:

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from paceline.cli.output import CommandError
+from paceline.cli.data_parallel import DataParallelFlags
+from paceline.cli.output import CommandError, integer, integer_or_auto
 
 Names = Annotated[
     list[str] | None,
@@ -29,7 +30,7 @@ def serve(  # size: most of it is the list of flags, each with its help
     model: Annotated[str, Parameter(help="smollm2, a .gguf file, or a Hugging Face folder.")] = "smollm2",
     *,
     host: Annotated[str, Parameter(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, Parameter(help="Port to listen on; 0 for any free one.")] = 8000,
+    port: Annotated[int, Parameter(converter=integer, help="Port to listen on; 0 for any free one.")] = 8000,
     dtype: Annotated[str, Parameter(help="Of weights and KV cache: auto, float32 or bfloat16.")] = "auto",
     quantization: Annotated[
         Literal["int8", "none"] | None,
@@ -37,34 +38,99 @@ def serve(  # size: most of it is the list of flags, each with its help
     ] = None,
     max_model_len: Annotated[
         int | Literal["auto"],
-        Parameter(help="Tokens of a prompt and its output; auto: the model's context, or what the KV cache holds."),
+        Parameter(
+            converter=integer_or_auto,
+            help="Tokens of a prompt and its output; auto: the model's context, or what the KV cache holds.",
+        ),
     ] = "auto",
-    max_num_seqs: Annotated[int, Parameter(help="Requests that run at the same time.")] = 128,
-    max_num_batched_tokens: Annotated[int, Parameter(help="Tokens that one step computes at most.")] = 2048,
+    max_num_seqs: Annotated[int, Parameter(converter=integer, help="Requests that run at the same time.")] = 128,
+    max_num_batched_tokens: Annotated[
+        int, Parameter(converter=integer, help="Tokens that one step computes at most.")
+    ] = 2048,
     long_prefill_token_threshold: Annotated[
-        int, Parameter(help="Prompt tokens that one request may compute in a step beside others; 0: no limit.")
+        int,
+        Parameter(
+            converter=integer, help="Prompt tokens that one request may compute in a step beside others; 0: no limit."
+        ),
     ] = 0,
     scheduling_policy: Annotated[Literal["fcfs", "priority"], Parameter(help="Order of the queue.")] = "fcfs",
-    block_size: Annotated[int, Parameter(help="Tokens of a KV block.")] = 16,
-    kv_cache_memory_bytes: Annotated[int | None, Parameter(help="Memory for the KV cache; 512 MiB by default.")] = None,
-    num_gpu_blocks_override: Annotated[int | None, Parameter(help="KV blocks, instead of their memory.")] = None,
+    block_size: Annotated[int, Parameter(converter=integer, help="Tokens of a KV block.")] = 16,
+    kv_cache_memory_bytes: Annotated[
+        int | None, Parameter(converter=integer, help="Memory for the KV cache; 512 MiB by default.")
+    ] = None,
+    num_gpu_blocks_override: Annotated[
+        int | None, Parameter(converter=integer, help="KV blocks, instead of their memory.")
+    ] = None,
     enable_prefix_caching: Annotated[bool, Parameter(help="Share the KV of equal beginnings.")] = True,
     speculative_config: Annotated[
         str | None,
         Parameter(
-            help="JSON: method (ngram, draft_model), num_speculative_tokens, model, prompt_lookup_min,"
+            help="JSON: method (ngram, draft_model, eagle3), num_speculative_tokens, model, prompt_lookup_min,"
             " prompt_lookup_max, rejection_sample_method, synthetic_acceptance_rates, pad_resumed."
         ),
     ] = None,
-    seed: Annotated[int, Parameter(help="Makes sampled requests without a seed of their own repeatable.")] = 0,
-    tensor_parallel_size: Annotated[int, Parameter(help="1.")] = 1,
+    kv_transfer_config: Annotated[
+        str | None,
+        Parameter(
+            help="JSON: kv_connector (DecodeBenchConnector: makes up the KV of prompts), kv_role,"
+            " kv_load_failure_policy (fail, recompute), kv_connector_extra_config (fill_mean, fill_std)."
+        ),
+    ] = None,
+    seed: Annotated[
+        int, Parameter(converter=integer, help="Makes sampled requests without a seed of their own repeatable.")
+    ] = 0,
+    tensor_parallel_size: Annotated[int, Parameter(converter=integer, help="1.")] = 1,
+    compilation_config: Annotated[
+        str | None,
+        Parameter(
+            help='JSON: cudagraph_mode ("FULL_DECODE_ONLY": decode steps in sizes that all ranks agree on, or "NONE"),'
+            " cudagraph_capture_sizes (tokens)."
+        ),
+    ] = None,
+    data_parallel_size: Annotated[
+        int | None, Parameter(converter=integer, help="Ranks, each a process with the model, its KV cache and a queue.")
+    ] = None,
+    data_parallel_size_local: Annotated[
+        int | None,
+        Parameter(converter=integer, help="Ranks that run here, if not all of them."),
+    ] = None,
+    data_parallel_start_rank: Annotated[
+        int | None, Parameter(converter=integer, help="The first rank here; 0 by default.")
+    ] = None,
+    data_parallel_rank: Annotated[
+        int | None, Parameter(converter=integer, help="The one rank of this server, which an outer balancer feeds.")
+    ] = None,
+    data_parallel_address: Annotated[
+        str | None, Parameter(help="Where ranks of several machines meet: that of rank 0. Only for trusted networks.")
+    ] = None,
+    data_parallel_rpc_port: Annotated[
+        int | None, Parameter(converter=integer, help="The port there; the next one is used as well.")
+    ] = None,
+    data_parallel_hybrid_lb: Annotated[
+        bool, Parameter(negative="", help="This server shares requests out among its own ranks only.")
+    ] = False,
+    data_parallel_backend: Annotated[
+        Literal["mp", "ray"], Parameter(help="mp: ranks run here; ray: where a Ray cluster has room (RAY_ADDRESS).")
+    ] = "mp",
+    headless: Annotated[bool, Parameter(negative="", help="Run ranks that the server of rank 0 serves.")] = False,
+    enable_expert_parallel: Annotated[
+        bool, Parameter(negative="", help="Share the experts of a mixture out among the ranks, which then keep step.")
+    ] = False,
+    distributed_timeout_seconds: Annotated[
+        float | None, Parameter(help="How long a rank waits for the slowest; 600, and longer than any step.")
+    ] = None,
     served_model_name: Names = None,
     api_key: Keys = None,
     max_num_queued_reqs: Annotated[
         int | None,
-        Parameter(help="Requests in flight, waiting and running, above which new ones get 503; no limit by default."),
+        Parameter(
+            converter=integer,
+            help="Requests in flight, waiting and running, above which new ones get 503; no limit by default.",
+        ),
     ] = None,
-    stream_interval: Annotated[int, Parameter(help="Tokens per chunk of a stream, after the first.")] = 1,
+    stream_interval: Annotated[
+        int, Parameter(converter=integer, help="Tokens per chunk of a stream, after the first.")
+    ] = 1,
     shutdown_timeout: Annotated[
         float | None,
         Parameter(help="Seconds that requests in flight may take after SIGTERM; by default as long as they need."),
@@ -72,10 +138,13 @@ def serve(  # size: most of it is the list of flags, each with its help
 ) -> None:
     """Serve a model behind the OpenAI API: completions, chat, streams, metrics.
 
-    The engine runs in a process of its own. SIGTERM lets requests in flight finish; a second one ends them.
+    Each rank of the engine runs in a process of its own; they share the cores out among their threads. SIGTERM lets
+    requests in flight finish; a second one ends them. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT stand for
+    --data-parallel-rank, -size, -address and -rpc-port where these are not given.
     """
     try:
-        from paceline.runtime.engine_process import EngineFailed, EngineRefused
+        from paceline.runtime.engine_group import EngineFailed, EngineRefused
+        from paceline.runtime.headless import run_headless
         from paceline.server.serve import ServeOptions
         from paceline.server.serve import serve as run
     except ModuleNotFoundError as error:
@@ -89,6 +158,23 @@ def serve(  # size: most of it is the list of flags, each with its help
             raise CommandError(f"--{name}: must be at least {least}, got {value}")
     if tensor_parallel_size != 1:
         raise CommandError(f"--tensor-parallel-size: only 1 is supported, got {tensor_parallel_size}")
+    ranks, data_parallel = (
+        DataParallelFlags(
+            size=data_parallel_size,
+            size_local=data_parallel_size_local,
+            start_rank=data_parallel_start_rank,
+            rank=data_parallel_rank,
+            address=data_parallel_address,
+            rpc_port=data_parallel_rpc_port,
+            headless=headless,
+            hybrid_lb=data_parallel_hybrid_lb,
+            backend=data_parallel_backend,
+            enable_expert_parallel=enable_expert_parallel,
+            timeout_s=distributed_timeout_seconds,
+        )
+        .with_environment(os.environ)
+        .placement()
+    )
     # Inherited by the engine process. There, one thread computes between two products of all threads, and the front
     # needs a core as well: threads that wait by spinning, as OpenMP's do, would take it from both. A spin of some ten
     # microseconds bridges the gaps within a step, for which waking a thread takes longer (GCC's OpenMP, torch's).
@@ -109,8 +195,13 @@ def serve(  # size: most of it is the list of flags, each with its help
             "num_gpu_blocks_override": num_gpu_blocks_override,
             "enable_prefix_caching": enable_prefix_caching,
             "speculative_config": _json_object(speculative_config, "--speculative-config"),
+            "kv_transfer_config": _json_object(kv_transfer_config, "--kv-transfer-config"),
             "seed": seed,
+            "compilation_config": _json_object(compilation_config, "--compilation-config"),
+            "data_parallel": data_parallel,
         },
+        data_parallel_size=ranks,
+        data_parallel_backend=data_parallel_backend,
         host=host,
         port=port,
         names=tuple(served_model_name or ()),
@@ -120,7 +211,7 @@ def serve(  # size: most of it is the list of flags, each with its help
         shutdown_timeout_s=shutdown_timeout,
     )
     try:
-        status = run(options, _say)
+        status = run_headless(options.factory, options.engine, ranks, _say) if headless else run(options, _say)
     except (EngineRefused, EngineFailed) as error:
         raise CommandError(str(error)) from error
     if status:

@@ -78,6 +78,7 @@ class Scheduler:
         self._next_seq = 0
         self._introduced: set[int] = set()
         self._retired: list[int] = []
+        self._sent_back: list[int] = []
         self.unserved: list[Request] = []
         self._pass = Pass()
         self._in_flight: StepPlan | None = None
@@ -238,6 +239,7 @@ class Scheduler:
         self.partial.pop(request, None)
         self.transfers.recheck = bool(self.transfers.quarantined)
         self.stats.preemptions += 1
+        self._sent_back.append(request.seq)
         self.waiting.put_back(request)
 
     def hold(self, request: Request) -> None:
@@ -336,7 +338,9 @@ class Scheduler:
         if self._retired:
             retired, self._retired = self._retired, []
         tokens = self.max_num_batched_tokens - p.budget - self.slots_per_row * len(rows)
-        preempted = [request.seq for request in p.preempted] if p.preempted else ()
+        preempted: Sequence[int] = ()
+        if self._sent_back:
+            preempted, self._sent_back = self._sent_back, []
         first, updates = p.first or (), p.updates or ()
         plan = StepPlan(self.step, rows, tokens, width, first, updates, retired, None, misses, preempted)
         if self.connector is not None:

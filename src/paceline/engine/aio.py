@@ -1,25 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The asyncio front of an engine process: requests go out, what they gain comes back as async iterators.
+"""The asyncio front of engine processes: requests go out, what they gain comes back as async iterators.
 
-Nothing here waits for the engine. Sending queues in the socket, which has no limit; receiving takes what is there.
+Nothing here waits for an engine. Sending queues in the socket, which has no limit; receiving takes what is there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol
 
 import msgspec
 import zmq
 
+from paceline.core.balance import RankBalancer, RankLoad
 from paceline.core.plan import StepOutput
-from paceline.engine.messages import Abort, Add, Dead, Snapshot, Stop, ToEngine, Update, decode_from_engine, encode
+from paceline.engine.messages import (
+    Abort,
+    Add,
+    Beat,
+    Dead,
+    Snapshot,
+    Stop,
+    ToEngine,
+    Update,
+    decode_from_engine,
+    encode,
+)
 
 MESSAGES_PER_TURN = 32
 """How many messages are taken in one turn of the event loop before others get theirs."""
+SNAPSHOT_INTERVAL_S = 0.1
+"""How often the balancer hears of the ranks' queues."""
+BEAT_DEADLINE_S = 2.5
+"""A rank whose process has given no sign of life for so long is frozen; five are sent in that time."""
+BEAT_CHECK_S = 0.25
+LAST_WORDS_S = 0.2
+"""How long to wait for the reasons of the other ranks when one has gone: the first heard may be the effect."""
 
 
 class EngineDead(RuntimeError):
@@ -27,16 +46,17 @@ class EngineDead(RuntimeError):
 
 
 class Tracked:
-    """A request, with the times that metrics need (monotonic seconds; None: not yet).
+    """A request on ``rank``, with the times that metrics need (monotonic seconds; None: not yet).
 
     ``ended``: when the engine said so, and ``reason``, what it said.
     """
 
-    __slots__ = ("add", "ended", "first", "last", "num_output", "reason", "scheduled", "stream")
+    __slots__ = ("add", "ended", "first", "last", "num_output", "rank", "reason", "scheduled", "stream")
 
-    def __init__(self, add: Add, stream: Stream) -> None:
+    def __init__(self, add: Add, stream: Stream, rank: int = 0) -> None:
         self.add = add
         self.stream = stream
+        self.rank = rank
         self.scheduled: float | None = None
         self.first: float | None = None
         self.last: float | None = None
@@ -147,21 +167,45 @@ class Stream:
 
 
 class AsyncEngine:
-    """An engine process as seen from an event loop.
+    """One engine, or several data-parallel ranks, in processes of their own, as seen from an event loop.
 
-    ``inbox`` is a PUSH and ``outbox`` a PULL socket, both without a high-water mark. ``dead``: why the process has
-    ended, None while it lives. ``snapshot``: the statistics that came last.
+    ``inboxes`` (by rank) are PUSH sockets and ``outbox`` a PULL socket, all without a high-water mark. ``dead``: why
+    there is no engine any more, None while there is one; it is gone as a whole when any rank is. ``failed``: it went
+    by itself, and ``on_failure`` was called. ``snapshots``: the statistics that came last, by rank.
     """
 
-    def __init__(self, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], observer: Observer | None = None) -> None:
-        self._inbox = inbox
+    def __init__(
+        self,
+        inboxes: Sequence[zmq.Socket[bytes]],
+        outbox: zmq.Socket[bytes],
+        observer: Observer | None = None,
+        *,
+        size: int | None = None,
+        first_rank: int = 0,
+    ) -> None:
+        """``size``: of the group that the engines are ranks of, and ``first_rank`` which of it the first is, if others
+        of the group have fronts of their own."""
+        self._size = len(inboxes) if size is None else size
+        self._first_rank = first_rank
+        self._inboxes = list(inboxes)
         self._outbox = outbox
         self._descriptor = int(outbox.getsockopt(zmq.FD))
         self._observer = observer
         self._requests: dict[str, Tracked] = {}
+        self._balancer = RankBalancer(len(inboxes))
+        self._news_for_balancer = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._beats = [0.0] * len(inboxes)
+        self._checked = 0.0
+        self._lost: dict[int, Dead] = {}
         self.dead: str | None = None
-        self.snapshot = Snapshot()
+        self.failed = False
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        self.snapshots = [Snapshot() for _ in inboxes]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._inboxes)
 
     @property
     def in_flight(self) -> int:
@@ -173,29 +217,38 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._receive)
         self._loop.call_soon(self._receive)
+        if self._size > 1:
+            self._beats = [time.monotonic()] * self.num_ranks
+            self._check_beats()
 
     def close(self) -> None:
         """Tell the engine to end, and stop receiving; open streams end in an error."""
         if self._loop is not None:
             self._loop.remove_reader(self._descriptor)
             self._loop = None
-        if self.dead is None:
-            self._send(Stop())
         self.fail("the server is shutting down")
+        if not self.failed:
+            for rank in range(self.num_ranks):
+                self._send(rank, Stop())
 
-    def add(self, *requests: Add) -> Stream:
-        """Queue requests; the stream carries the outputs of all of them.
+    def add(self, *requests: Add, rank: int | None = None) -> Stream:
+        """Queue requests, on ``rank`` if given; the stream carries the outputs of all of them.
 
         Raises:
             EngineDead: there is no engine to queue them in.
+            ConfigError: there is no such rank.
         """
         if self.dead is not None:
             raise EngineDead(self.dead)
         stream = Stream(self)
+        chosen: dict[int, list[Add]] = {}
         for add in requests:
-            tracked = self._requests[add.request_id] = Tracked(add, stream)
+            pick = self._balancer.pick(rank)
+            chosen.setdefault(pick, []).append(add)
+            tracked = self._requests[add.request_id] = Tracked(add, stream, pick)
             stream.track(tracked)
-        self._send(*requests)
+        for pick, adds in chosen.items():
+            self._send(pick, *adds)
         return stream
 
     def abort(self, *request_ids: str) -> None:
@@ -208,10 +261,10 @@ class AsyncEngine:
 
     def end(self, request_id: str, reason: str) -> None:
         """End a request of which nobody wants to hear more, for ``reason`` (a stop string; the reader has left)."""
-        tracked = self._requests.pop(request_id, None)
-        if tracked is not None:
+        if request_id in self._requests:
+            tracked = self._forget(request_id)
             if self.dead is None:
-                self._send(Abort((request_id,)))
+                self._send(tracked.rank, Abort((request_id,)))
             self._observe_end(tracked, reason)
 
     def decide(self, tracked: Tracked, reason: str) -> None:
@@ -223,14 +276,45 @@ class AsyncEngine:
         if self.dead is not None:
             return
         self.dead = reason
-        self.snapshot = msgspec.structs.replace(self.snapshot, running=0, waiting=0, kv_usage=0.0)
-        requests, self._requests = self._requests, {}
-        for request_id, tracked in requests.items():
+        self.snapshots = [msgspec.structs.replace(s, running=0, waiting=0, kv_usage=0.0) for s in self.snapshots]
+        for request_id in list(self._requests):
+            tracked = self._forget(request_id)
+            if not self.failed:
+                # Ranks in step end when none of them has work any more.
+                self._send(tracked.rank, Abort((request_id,)))
             self._observe_end(tracked, "error")
             tracked.stream.push(StepOutput(request_id, (), "error", error=reason))
 
-    def _send(self, *messages: ToEngine) -> None:
-        self._inbox.send(encode(messages), zmq.NOBLOCK)
+    def lose(self, dead: Dead) -> None:
+        """A rank has gone, or is about to; the engine goes with it."""
+        if self.dead is not None or self._loop is None:
+            return
+        first = not self._lost
+        # What an engine said itself says more than how its process ended.
+        self._lost.setdefault(dead.rank, dead)
+        if self._size == 1:
+            self._fail_by_itself()
+        elif first:
+            self._loop.call_later(LAST_WORDS_S, self._fail_by_itself)
+
+    def _fail_by_itself(self) -> None:
+        """The reason is that of the rank that went first, not of those that missed it."""
+        if self.dead is not None:
+            return
+        causes = [dead for dead in self._lost.values() if not dead.peer_lost] or list(self._lost.values())
+        rank = f"rank {self._first_rank + causes[0].rank}: " if self._size > 1 else ""
+        self.failed = True
+        self.fail(rank + causes[0].reason)
+        assert self.dead is not None
+        self.on_failure(self.dead)
+
+    def _forget(self, request_id: str) -> Tracked:
+        tracked = self._requests.pop(request_id)
+        self._balancer.done(tracked.rank)
+        return tracked
+
+    def _send(self, rank: int, *messages: ToEngine) -> None:
+        self._inboxes[rank].send(encode(messages), zmq.NOBLOCK)
 
     def _receive(self) -> None:
         """Take what has come. The socket's descriptor signals changes only, so it is read until it is empty."""
@@ -248,13 +332,32 @@ class AsyncEngine:
         message = decode_from_engine(data)
         if isinstance(message, Update):
             self._update(message)
+        elif isinstance(message, Beat):
+            self._beats[message.rank] = time.monotonic()
         elif isinstance(message, Dead):
-            self.fail(message.reason)
+            self.lose(message)
+
+    def _check_beats(self) -> None:
+        """Find frozen ranks: nobody else would, while all sleep."""
+        if self._loop is None or self.dead is not None:
+            return
+        now = time.monotonic()
+        if now - self._checked > 2 * BEAT_CHECK_S:
+            # It is this loop that did not run; what was sent meanwhile is still to be read.
+            self._beats = [now] * self.num_ranks
+        self._checked = now
+        for rank, beat in enumerate(self._beats):
+            if now - beat > BEAT_DEADLINE_S:
+                self.lose(Dead(f"the engine process is frozen (no sign of life for {BEAT_DEADLINE_S:g} s)", rank=rank))
+        self._loop.call_later(BEAT_CHECK_S, self._check_beats)
 
     def _update(self, update: Update) -> None:
         now = time.monotonic()
         if update.stats is not None:
-            self.snapshot = update.stats
+            self.snapshots[update.rank] = update.stats
+            if self._loop is not None and self.num_ranks > 1 and not self._news_for_balancer:
+                self._news_for_balancer = True
+                self._loop.call_later(SNAPSHOT_INTERVAL_S, self._tell_balancer)
         if self._observer is not None:
             self._observer.step(update)
         for request_id in update.started:
@@ -266,6 +369,10 @@ class AsyncEngine:
             if tracked is not None:
                 self._output(tracked, output, now)
 
+    def _tell_balancer(self) -> None:
+        self._news_for_balancer = False
+        self._balancer.snapshot([RankLoad(s.waiting, s.running, s.kv_usage) for s in self.snapshots])
+
     def _output(self, tracked: Tracked, output: StepOutput, now: float) -> None:
         tokens = len(output.token_ids)
         if tokens:
@@ -275,7 +382,7 @@ class AsyncEngine:
             tracked.last = now
             tracked.num_output += tokens
         if output.finish_reason is not None:
-            del self._requests[output.request_id]
+            self._forget(output.request_id)
             tracked.ended, tracked.reason = now, output.finish_reason
             if not tracked.undecided(output.finish_reason):
                 self._observe_end(tracked, output.finish_reason)

@@ -31,13 +31,16 @@ class Group:
         if not self.wave.awake:
             self.wave.at_sleep(new_work=True, wakes=())
 
-    def begin(self, now: float) -> Agreement:
-        """Plan on every rank, join the votes, and start what was agreed. SLEEP starts nothing and ends the wave."""
+    def begin(self, now: float, *, stop: bool = False) -> Agreement:
+        """Plan on every rank, join the votes, and start what was agreed. SLEEP starts nothing and ends the wave.
+
+        ``stop``: every rank asks for the end, which comes when the group next sleeps; its owner adds no more requests.
+        """
         step, wave = self.step, self.wave.number
         plans, votes = [], []
         for rank in self.ranks:
             plans.append(rank.begin(now))
-            votes.append(rank.vote(step, wave))
+            votes.append(rank.vote(step, wave, stop=stop))
         self.plans = plans
         self.agreement = agreement = agree(votes, self.graphs)
         self.step = step + 1

@@ -2,7 +2,11 @@
 """What the front and an engine process send each other, as msgpack over sockets that drop nothing.
 
     front  -> engine   a list of Add, Abort and Stop per message
-    engine -> front    Ready once, then an Update per step (or when only statistics changed); Dead at most once, last
+    engine -> engine   a list with one Wake, between ranks in lock-step
+    engine -> front    Ready once, then an Update per step (or when only statistics changed); Beat now and then, to
+                       show that the process is not frozen; Dead at most once, last
+
+Several engines (ranks) may share the way to a front, so what they send says whose it is.
 
 Times are seconds of the system's monotonic clock, which all processes of a machine share.
 """
@@ -16,6 +20,8 @@ import msgspec
 from paceline.core.plan import StepOutput
 from paceline.core.request import Request, SamplingParams, StoredTokens
 from paceline.core.stats import SchedulerStats
+from paceline.engine.line import WaitTimes
+from paceline.engine.rank import StepCounts
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -49,14 +55,28 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End the process; requests that are still there get no further output."""
+    """End the process; requests that are still there get no further output.
+
+    A rank in lock-step ends when the group next falls asleep, so abort first what would keep it awake.
+    """
 
 
-ToEngine = Add | Abort | Stop
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """From rank to rank: wave number ``wave`` begins."""
+
+    wave: int
+
+
+ToEngine = Add | Abort | Stop | Wake
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """A scheduler's gauges (first three) and totals since the start; `core.stats` explains them."""
+    """A rank's gauges (first three, and ``quarantined_blocks``) and totals since the start; see `core.stats`.
+
+    ``steps_by_mode``, ``dummies_by_mode``, ``graph_padding_tokens``: `engine.rank.StepCounts`, in the order of its
+    modes. ``idle_admissions``: requests that came when their rank had no other. ``barrier_wait_s`` and the buckets:
+    `engine.line.WaitTimes`.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -72,10 +92,29 @@ class Snapshot(msgspec.Struct, frozen=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    load_failures: int = 0
+    late_transfers: int = 0
+    quarantined_blocks: int = 0
+    steps_by_mode: tuple[int, int] = (0, 0)
+    dummies_by_mode: tuple[int, int] = (0, 0)
+    graph_padding_tokens: int = 0
+    idle_admissions: int = 0
+    barrier_wait_s: float = 0.0
+    barrier_wait_buckets: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, stats: SchedulerStats, running: int, waiting: int, kv_usage: float) -> Snapshot:
-        """Read a scheduler's counters."""
+    def of(
+        cls,
+        stats: SchedulerStats,
+        running: int,
+        waiting: int,
+        kv_usage: float,
+        quarantined_blocks: int = 0,
+        steps: StepCounts | None = None,
+        waits: WaitTimes | None = None,
+        idle_admissions: int = 0,
+    ) -> Snapshot:
+        """Read the counters of a scheduler, of its executor, and of the barrier at which its rank waits for others."""
         acceptance = stats.acceptance
         return cls(
             running=running,
@@ -92,6 +131,15 @@ class Snapshot(msgspec.Struct, frozen=True):
             num_draft_tokens=acceptance.num_draft_tokens,
             num_accepted_tokens=acceptance.num_accepted_tokens,
             num_accepted_tokens_per_pos=tuple(acceptance.num_accepted_tokens_per_pos),
+            load_failures=stats.load_failures,
+            late_transfers=stats.late_transfers,
+            quarantined_blocks=quarantined_blocks,
+            steps_by_mode=(0, 0) if steps is None else (steps.by_mode[0], steps.by_mode[1]),
+            dummies_by_mode=(0, 0) if steps is None else (steps.dummies_by_mode[0], steps.dummies_by_mode[1]),
+            graph_padding_tokens=0 if steps is None else steps.padding_tokens,
+            idle_admissions=idle_admissions,
+            barrier_wait_s=0.0 if waits is None else waits.total_s,
+            barrier_wait_buckets=() if waits is None else tuple(waits.buckets),
         )
 
 
@@ -120,9 +168,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes requests from now on."""
+    """The engine takes requests from now on, at ``inbox``. ``version``: of its program."""
 
     model: ModelInfo
+    rank: int = 0
+    inbox: str = ""
+    version: str = ""
 
 
 class Update(msgspec.Struct, frozen=True, tag=True):
@@ -136,16 +187,28 @@ class Update(msgspec.Struct, frozen=True, tag=True):
     began: float = 0.0
     tokens: int = 0
     stats: Snapshot | None = None
+    rank: int = 0
 
 
 class Dead(msgspec.Struct, frozen=True, tag=True):
-    """The engine process is about to exit. ``refused``: it never started, since the options cannot be honoured."""
+    """The engine process is about to exit. ``refused``: it never started, since the options cannot be honoured.
+
+    ``peer_lost``: it ends because another rank has gone, which is the one to ask for the reason.
+    """
 
     reason: str
     refused: bool = False
+    rank: int = 0
+    peer_lost: bool = False
 
 
-FromEngine = Ready | Update | Dead
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The process of ``rank`` runs."""
+
+    rank: int
+
+
+FromEngine = Ready | Update | Dead | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

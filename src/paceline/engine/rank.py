@@ -10,7 +10,7 @@ loop on a virtual clock (collect at launch + cost), drive the same object.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline.core.config import EngineConfig
 from paceline.core.graphs import NONE, GraphDispatcher
@@ -39,6 +39,9 @@ class SchedulerLike(Protocol):
     def num_waiting(self) -> int: ...
 
     @property
+    def num_quarantined_blocks(self) -> int: ...
+
+    @property
     def departures(self) -> Mapping[str, int]: ...
 
     def add(self, request: Request) -> None: ...
@@ -62,6 +65,34 @@ class Executor(Protocol):
     def collect(self) -> StepResult:
         """Wait for the step and return its result."""
         ...
+
+
+class StepCounts:
+    """What an executor has executed, by graph mode (index `core.graphs.NONE` or `FULL`).
+
+    ``by_mode``: steps with rows. ``dummies_by_mode``: steps without rows of its own, run since other ranks had some.
+    ``padding_tokens``: inert tokens that filled FULL steps up to the agreed size.
+    """
+
+    __slots__ = ("by_mode", "dummies_by_mode", "padding_tokens")
+
+    def __init__(self) -> None:
+        self.by_mode = [0, 0]
+        self.dummies_by_mode = [0, 0]
+        self.padding_tokens = 0
+
+    def count(self, tokens: int, agreement: Agreement | None) -> None:
+        """A step with ``tokens`` tokens of its own (0: a dummy) was executed as agreed (None: eagerly, alone)."""
+        mode, size = (NONE, 0) if agreement is None else (agreement.mode, agreement.size)
+        (self.by_mode if tokens else self.dummies_by_mode)[mode] += 1
+        self.padding_tokens += size and size - tokens
+
+
+@runtime_checkable
+class CountsSteps(Protocol):
+    """An executor that counts what it executes."""
+
+    steps: StepCounts
 
 
 class Rank:

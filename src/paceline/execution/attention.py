@@ -6,8 +6,8 @@ tokens (decode and verifier rows) are attended together in one batched product o
 is attended alone, in chunks of queries. The query heads that share a KV head are folded into the rows of the
 product, which on CPUs is several times as fast as repeating keys or leaving the grouping to SDPA.
 
-Over a bfloat16 cache, rows of few tokens, whatever their widths and contexts, go through one compiled loop over their
-block tables instead, which gathers and pads nothing.
+Over a bfloat16 cache, rows of any width and context go through compiled kernels instead, which read the cache where it
+lies: `paceline.models.paged`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.execution import kernels
 from paceline.execution.kvcache import Array, KVCache
+from paceline.models.paged import PagedRows, attend_alone
+from paceline.models.team import shared_team
 
 BATCHED_TOKENS = 16
 """Tokens per row up to which rows are attended together."""
-
-FUSED_TOKENS = 128
-"""The same over a bfloat16 cache. Beyond it, the matrix library's blocking outweighs what gathering costs."""
 
 QUERY_CHUNK = 128
 """Queries of one row attended at once: bounds the scores to heads x 128 x context, and skips keys to come."""
@@ -50,28 +48,28 @@ def batch_order(spans: Sequence[RowSpan]) -> list[int]:
 
 
 class PagedAttention:
-    """Attends for all layers of one step. Tokens of the batch come row after row, in the order of ``spans``."""
+    """Attends for all layers of one step. Tokens of the batch come row after row, in the order of ``spans``.
+
+    ``paged``: the rows as compiled kernels take them, over a bfloat16 cache; else None.
+    """
 
     def __init__(self, cache: KVCache, spans: Sequence[RowSpan], num_heads: int) -> None:
         self._cache = cache
+        self.paged: PagedRows | None = None
+        if cache.bits is not None:
+            self.paged = PagedRows.of(cache.bits, [(span.start, span.n, span.table) for span in spans])
+            return
         blocks, offsets = [], []
         for span in spans:
             positions = np.arange(span.start, span.start + span.n)
             blocks.append(span.table[positions // cache.block_size])
             offsets.append(positions % cache.block_size)
-        self._blocks, self._offsets = np.concatenate(blocks), np.concatenate(offsets)
-        self._index = cache.slot_index(self._blocks, self._offsets)
+        self._index = cache.slot_index(np.concatenate(blocks), np.concatenate(offsets))
         fold = num_heads // cache.kv_heads
-        firsts = np.cumsum([0, *(span.n for span in spans)])
-        self._tokens = int(firsts[-1])
-        self._fused = cache.fused
-        narrow = [i for i, span in enumerate(spans) if self._fused and span.n <= FUSED_TOKENS]
-        self._uniform = _UniformRows(cache, [spans[i] for i in narrow], firsts[narrow], fold) if narrow else None
         self._groups: list[_RowGroup] = []
         first = 0
         for rows in _grouped(spans, cache.block_size):
-            if not (self._fused and rows[0].n <= FUSED_TOKENS):
-                self._groups.append(_RowGroup(cache, rows, first, fold))
+            self._groups.append(_RowGroup(cache, rows, first, fold))
             first += sum(span.n for span in rows)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,52 +78,14 @@ class PagedAttention:
         The keys of all rows are written before any row attends: a row may read blocks that another row of the
         same step fills.
         """
-        if self._fused:
-            return self._call_fused(layer, q, k, v)
+        if self.paged is not None:
+            qkv = torch.cat((q, k, v), 1).flatten(1).float()
+            out = attend_alone(shared_team(), self.paged, layer, q.shape[1], qkv.numpy())
+            return torch.from_numpy(out).to(q.dtype)
         self._cache.write(layer, self._index, k, v)
         if len(self._groups) == 1:
             return self._groups[0].attend(self._cache, layer, q)
         return torch.cat([group.attend(self._cache, layer, q) for group in self._groups])
-
-    def _call_fused(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cache = self._cache.bits[layer]
-        for part, x in enumerate((k, v)):
-            kernels.store(cache, part, self._blocks, self._offsets, *_flat(x))
-        out = torch.empty(self._tokens, q.shape[1] * q.shape[2])
-        if self._uniform is not None:
-            self._uniform.attend(cache, q, out.numpy())
-        for group in self._groups:
-            out[group.first : group.first + group.width] = group.attend(self._cache, layer, q.float())
-        return out.to(q.dtype)
-
-
-def _flat(x: Tensor) -> tuple[Array, int]:
-    """``x`` [tokens, heads, head_dim] as float32 in a flat array, and the distance from token to token in it."""
-    tokens, heads, size = x.shape
-    x = x.float()
-    if x.stride(2) != 1 or x.stride(1) != size:
-        x = x.contiguous()
-    stride = x.stride(0)
-    return x.as_strided(((tokens - 1) * stride + heads * size,), (1,)).numpy(), stride
-
-
-class _UniformRows:
-    """Rows of few tokens, attended by `kernels.attend`."""
-
-    def __init__(self, cache: KVCache, spans: Sequence[RowSpan], firsts: Array, fold: int) -> None:
-        self._starts = np.array([span.start for span in spans], dtype=np.int64)
-        self._widths = np.array([span.n for span in spans], dtype=np.int64)
-        self._firsts = firsts.astype(np.int64)
-        counts = [_blocks(span, cache.block_size) for span in spans]
-        self._tables = np.zeros((len(spans), max(counts)), dtype=np.int64)
-        for row, (span, count) in enumerate(zip(spans, counts, strict=True)):
-            self._tables[row, :count] = span.table[:count]
-        shape = (int(self._widths.max()) * fold, int((self._starts + self._widths).max()))
-        self._scores = np.empty(shape, dtype=np.float32)
-
-    def attend(self, cache: Array, q: Tensor, out: Array) -> None:
-        """Fill the rows' part of ``out`` [tokens, heads * head_dim]."""
-        kernels.attend(cache, self._tables, self._starts, self._firsts, self._widths, *_flat(q), self._scores, out)
 
 
 def _grouped(spans: Sequence[RowSpan], block_size: int) -> list[Sequence[RowSpan]]:

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.core.config import EngineConfig, require
-from paceline.core.plan import Row
-from paceline.execution.attention import PagedAttention, RowSpan, batch_order
+from paceline.core.lockstep import Agreement
+from paceline.execution.attention import PagedAttention, RowSpan
+from paceline.execution.drafter import PassBatch, Verified, begin_pass, nothing, passes_of, room
 from paceline.execution.kvcache import Array, KVCache
 from paceline.execution.sequence import SequenceState
 from paceline.models.llama import Llama
@@ -26,61 +27,67 @@ class ModelDrafter:
     blocks the target may read, found by prefix or shared within a step, therefore hold the drafter's KV too.
     """
 
+    taps: tuple[int, ...] = ()
+
     def __init__(self, model: Llama, config: EngineConfig) -> None:
         self.model = model
         self.num_speculative_tokens = config.speculation.num_speculative_tokens
         self.max_model_len = config.scheduler.max_model_len
         self.cache = KVCache(model.config, config.cache.num_blocks, config.cache.block_size, model.dtype)
+        self.caches: Sequence[KVCache] = (self.cache,)
 
-    def draft(
-        self,
-        rows: Sequence[Row],
-        states: Sequence[SequenceState],
-        sampled: Sequence[tuple[int, ...]],
-        failed: Collection[int],
-    ) -> list[tuple[int, ...]]:
-        """At most K drafts for each row that sampled, none at or past position ``max_model_len``.
-
-        ``failed``: rows whose KV is not to be trusted; nothing is computed for them.
-        """
-        drafts: list[list[int]] = [[] for _ in rows]
-        wanted = [self._count(s) if tokens else 0 for s, tokens in zip(states, sampled, strict=True)]
+    def draft(self, step: Verified) -> list[tuple[int, ...]]:
+        """See `Drafter.draft`; nothing is computed for rows that failed."""
+        drafts: list[list[int]] = [[] for _ in step.rows]
+        states = step.states
+        wanted = [self._count(s) if tokens else 0 for s, tokens in zip(states, step.sampled, strict=True)]
         spans: dict[int, RowSpan] = {}
-        for i, (row, state, tokens, count) in enumerate(zip(rows, states, sampled, wanted, strict=True)):
-            if i not in failed:
+        for i, (row, state, tokens, count) in enumerate(zip(step.rows, states, step.sampled, wanted, strict=True)):
+            if i not in step.failed:
                 # The sequence ends with the sampled token, which is computed only if it is followed by drafts.
                 end = len(state.tokens) - (not count) if tokens else row.start + row.n
                 if end > row.start:
                     spans[i] = RowSpan(row.start, end - row.start, state.table)
-        self._pass(spans, [states[i].tokens[s.start : s.start + s.n] for i, s in spans.items()], wanted, drafts)
-        for done in range(1, max(wanted, default=0)):
-            spans = {
-                i: RowSpan(len(states[i].tokens) - 1 + done, 1, states[i].table) for i in spans if wanted[i] > done
-            }
-            self._pass(spans, [np.array(drafts[i][-1:], dtype=np.int64) for i in spans], wanted, drafts)
+        passes = passes_of(step.agreement, max(wanted, default=0) or bool(spans))
+        for done in range(passes):
+            if done:
+                spans = {
+                    i: RowSpan(len(states[i].tokens) - 1 + done, 1, states[i].table) for i in spans if wanted[i] > done
+                }
+                tokens_of: dict[int, Array] = {i: np.array(drafts[i][-1:], dtype=np.int64) for i in spans}
+            else:
+                tokens_of = {i: states[i].tokens[s.start : s.start + s.n] for i, s in spans.items()}
+            self._pass(spans, tokens_of, wanted, drafts)
         return [tuple(ids) for ids in drafts]
 
+    def idle(self, agreement: Agreement) -> None:
+        """See `Drafter.idle`."""
+        for _ in range(agreement.draft_passes):
+            self._pass({}, {}, (), [])
+
     def _count(self, state: SequenceState) -> int:
-        """How many drafts there is room for, in the sequence and in the blocks that it has now."""
-        length = len(state.tokens)
-        slots = len(state.table) * self.cache.block_size - (length - 1)
-        return max(0, min(self.num_speculative_tokens, self.max_model_len - length, slots))
+        first = len(state.tokens) - 1
+        return room(state, first, self.cache.block_size, self.num_speculative_tokens, self.max_model_len)
 
     def _pass(
-        self, spans: dict[int, RowSpan], tokens: Sequence[Array], wanted: Sequence[int], drafts: list[list[int]]
+        self,
+        spans: Mapping[int, RowSpan],
+        tokens: Mapping[int, Array],
+        wanted: Sequence[int],
+        drafts: Sequence[list[int]],
     ) -> None:
-        """Compute the rows ``spans`` (by index) and append one draft to each that wants one."""
-        if not spans:
+        """Compute the rows ``spans`` (by index in the plan) and append one draft to each that wants one."""
+        if not begin_pass(self.model, bool(spans)):
             return
-        indices = list(spans)
-        order = batch_order(list(spans.values()))
-        ordered = [spans[indices[j]] for j in order]
-        ids = torch.from_numpy(np.concatenate([tokens[j] for j in order]))
-        positions = torch.from_numpy(np.concatenate([np.arange(s.start, s.start + s.n) for s in ordered]))
-        attention = PagedAttention(self.cache, ordered, self.model.config.num_heads)
-        hidden = self.model.forward(ids, positions, attention)
-        lasts = np.cumsum([s.n for s in ordered]) - 1
-        drafting = [(indices[j], int(last)) for j, last in zip(order, lasts, strict=True) if wanted[indices[j]]]
+        if not spans:
+            none = torch.empty(0, dtype=torch.int64)
+            self.model.forward(none, none, nothing)
+            return
+        batch = PassBatch.of(spans)
+        ids = torch.from_numpy(np.concatenate([tokens[i] for i in batch.indices]))
+        attention = PagedAttention(self.cache, batch.spans, self.model.config.num_heads)
+        hidden = self.model.forward(ids, batch.positions, attention)
+        drafting = [(i, last) for i, last in zip(batch.indices, batch.lasts, strict=True) if wanted[i]]
         if drafting:
             best: Tensor = self.model.logits(hidden[[last for _, last in drafting]]).argmax(-1)
             for (i, _), token in zip(drafting, best.tolist(), strict=True):

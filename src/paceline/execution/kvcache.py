@@ -28,12 +28,12 @@ class KVCache:
         self.kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
-        self.layers = [_zeros(shape, dtype) for _ in range(config.num_layers)]
+        whole = _zeros((config.num_layers, *shape), dtype)
+        self.layers = list(whole)
         self._slots = [layer.view(-1, config.head_dim) for layer in self.layers]
         self._pieces = [layer.view(-1, block_size * config.head_dim) for layer in self.layers]
-        self.fused = dtype == torch.bfloat16
-        """Whether `paceline.execution.kernels` reads this cache; they see its numbers as uint16, in ``bits``."""
-        self.bits = [layer.view(torch.uint16).numpy() for layer in self.layers] if self.fused else []
+        self.bits = whole.view(torch.uint16).numpy() if dtype == torch.bfloat16 else None
+        """All layers of a bfloat16 cache as `paceline.models.paged` reads them: as uint16."""
         # Offsets of the heads' keys and values within a block, in slots and in pieces (one head of one block).
         heads = np.arange(2 * self.kv_heads, dtype=np.int64).reshape(2, self.kv_heads)
         self._head_slots = heads * block_size

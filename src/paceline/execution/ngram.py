@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.core.plan import Row
-from paceline.execution.kvcache import Array
-from paceline.execution.sequence import SequenceState
+from paceline.core.lockstep import Agreement
+from paceline.execution.drafter import Verified
+from paceline.execution.kvcache import Array, KVCache
 
 
 class NgramDrafter:
@@ -20,21 +20,22 @@ class NgramDrafter:
     ones only over positions that still match.
     """
 
+    taps: tuple[int, ...] = ()
+    caches: Sequence[KVCache] = ()
+
     def __init__(self, shortest: int, longest: int, num_speculative_tokens: int, max_model_len: int) -> None:
         self.shortest = shortest
         self.longest = longest
         self.num_speculative_tokens = num_speculative_tokens
         self.max_model_len = max_model_len
 
-    def draft(
-        self,
-        rows: Sequence[Row],
-        states: Sequence[SequenceState],
-        sampled: Sequence[tuple[int, ...]],
-        failed: Collection[int],
-    ) -> list[tuple[int, ...]]:
-        """Drafts for each row that sampled; rows that ``failed`` did not."""
-        return [self.propose(state.tokens) if tokens else () for state, tokens in zip(states, sampled, strict=True)]
+    def draft(self, step: Verified) -> list[tuple[int, ...]]:
+        """See `Drafter.draft`."""
+        pairs = zip(step.states, step.sampled, strict=True)
+        return [self.propose(state.tokens) if tokens else () for state, tokens in pairs]
+
+    def idle(self, agreement: Agreement) -> None:
+        """There is nothing that ranks would do together."""
 
     def propose(self, tokens: Array) -> tuple[int, ...]:
         """At most K drafts for the sequence ``tokens`` (int64), none at or past position ``max_model_len``."""

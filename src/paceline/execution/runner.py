@@ -7,22 +7,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.config import EngineConfig, require
-from paceline.core.lockstep import Agreement
+from paceline.core.config import ConfigError, EngineConfig, require
+from paceline.core.connector import WorkerConnector
+from paceline.core.graphs import FULL, NONE
+from paceline.core.lockstep import RUN, Agreement
 from paceline.core.plan import Row, StepPlan, StepResult, TokenLogprobs
 from paceline.core.verifier import conditional_rates
+from paceline.engine.rank import StepCounts
 from paceline.execution.attention import PagedAttention, RowSpan, batch_order
+from paceline.execution.connector import ConnectorSteps
 from paceline.execution.draft_model import ModelDrafter, check_draft_model
+from paceline.execution.drafter import Drafter, DraftModel, Verified
+from paceline.execution.eagle3 import Eagle3Drafter, check_eagle3
 from paceline.execution.kvcache import KVCache
 from paceline.execution.logprobs import Scoring, score
 from paceline.execution.ngram import NgramDrafter
 from paceline.execution.rejection import Verification, verify
 from paceline.execution.sequence import PlanMismatch, SequenceState, adjusted
-from paceline.models.llama import Llama
+from paceline.models.eagle3 import Eagle3
+from paceline.models.llama import Attend, Llama, Taps
+from paceline.models.static import StaticLimits, StaticMixture
 
 
 @dataclass(slots=True)
@@ -47,10 +56,19 @@ class ModelExecutor:
     It keeps the KV cache, and per sequence the tokens and the block table; the scheduler owns every decision.
     """
 
-    def __init__(self, model: Llama, config: EngineConfig, *, seed: int = 0, draft: Llama | None = None) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        config: EngineConfig,
+        *,
+        seed: int = 0,
+        draft: DraftModel | None = None,
+        connector: WorkerConnector | None = None,
+    ) -> None:
         """``seed`` makes the random numbers of requests without one of their own repeatable.
 
-        ``draft``: the model that speculation method ``draft_model`` drafts with.
+        ``draft``: the model that speculation methods ``draft_model`` and ``eagle3`` draft with. ``connector``: moves
+        KV in and out of the cache, a drafter's included.
 
         Raises:
             ConfigError: the configuration asks for what this executor cannot do.
@@ -62,30 +80,42 @@ class ModelExecutor:
         cache = config.cache
         self.cache = KVCache(model.config, cache.num_blocks, cache.block_size, model.dtype)
         self._drafter = _drafter(config, model, draft)
+        self._static = _static(config, model, self.cache, () if self._drafter is None else self._drafter.taps)
         synthetic = config.speculation.rejection_sample_method == "synthetic"
         self._synthetic = conditional_rates(config.speculation) if synthetic else None
+        self._connector: ConnectorSteps | None = None
+        if connector is not None:
+            caches = [self.cache, *(self._drafter.caches if self._drafter is not None else ())]
+            layers = [layer for kept in caches for layer in kept.layers]
+            self._connector = ConnectorSteps(connector, [layers], cache.block_size)
         self._sequences: dict[int, SequenceState] = {}
         self._result: StepResult | None = None
+        self.steps = StepCounts()
 
     def launch(self, plan: StepPlan, agreement: Agreement | None = None) -> None:
-        """Run a step. There are no peers to meet and no graphs to replay, so ``agreement`` changes nothing.
+        """Run a step, or the share in it of a rank without rows. ``agreement``: None for a rank on its own.
+
+        What a FULL step fixes is the size in which ranks exchange tokens, and so what each of them waits for. It is
+        computed by the static backend where the model has one, and else by the same operations as any other.
 
         Raises:
             PlanMismatch: the plan contradicts earlier ones; nothing can be trusted after that.
         """
         if self._result is not None:
             raise PlanMismatch(f"step {plan.step} is launched while the result of {self._result.step} is uncollected")
-        if plan.load_meta is not None:
+        if plan.load_meta is not None and self._connector is None:
             raise PlanMismatch("the plan carries connector metadata, and this executor has no connector")
         self._apply(plan)
         with torch.inference_mode():
-            self._result = self._run(plan)
+            self._result = self._run(plan, agreement)
 
     def collect(self) -> StepResult:
-        """The result of the step launched last, once."""
+        """The result of the step launched last, once, with the transfers that have ended by now."""
         result, self._result = self._result, None
         if result is None:
             raise PlanMismatch("no step was launched")
+        if self._connector is not None and (ended := self._connector.finished()):
+            result = msgspec.structs.replace(result, transfers=ended)
         return result
 
     def _apply(self, plan: StepPlan) -> None:
@@ -103,30 +133,89 @@ class ModelExecutor:
             raise PlanMismatch(f"sequence {seq} is unknown")
         return state
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, agreement: Agreement | None) -> StepResult:
+        load_s = 0.0 if self._connector is None else self._connector.begin(plan)
         if not plan.rows:
-            return StepResult(plan.step, ())
+            if agreement is not None and agreement.run == RUN:
+                self._dummy(agreement)
+            return StepResult(plan.step, (), load_s=load_s)
         began = perf_counter()
+        self.steps.count(plan.tokens, agreement)
         batch = self._batch(plan.rows)
-        attention = PagedAttention(self.cache, batch.spans, self.model.config.num_heads)
-        hidden = self.model.forward(batch.tokens, batch.positions, attention)
+        self._open_exchange(agreement, None)
+        taps = Taps(self._drafter.taps) if self._drafter is not None and self._drafter.taps else None
+        hidden = self._forward(batch, agreement, taps)
         sampled: list[tuple[int, ...]] = [()] * len(plan.rows)
         errors = self._poisoned(batch, hidden)
+        if self._connector is not None:
+            # Only now: what went wrong here must not keep other ranks waiting in the forward.
+            errors |= self._connector.failures(plan.rows, [self._sequences[row.seq] for row in plan.rows])
         logprobs = self._sample(batch, hidden, sampled, errors)
         forwarded = perf_counter()
         drafts: Sequence[tuple[int, ...]] = ()
         if self._drafter is not None:
-            states = [self._sequences[row.seq] for row in plan.rows]
-            drafts = self._drafter.draft(plan.rows, states, sampled, errors)
+            drafts = self._drafter.draft(self._verified(plan, batch, sampled, errors, taps, agreement))
         return StepResult(
             plan.step,
             sampled,
             drafts,
             logprobs,
             errors=errors or None,
+            load_s=load_s,
             forward_s=forwarded - began,
             draft_s=perf_counter() - forwarded,
         )
+
+    def _forward(self, batch: _Batch, agreement: Agreement | None, taps: Taps | None) -> Tensor:
+        """Hidden states of all tokens, by the static backend if the step is FULL and as it was planned for."""
+        around = None if self._connector is None else self._connector.attend
+        if self._static is not None and agreement is not None and agreement.mode == FULL:
+            rows = [(span.start, span.n, span.table) for span in batch.spans]
+            hidden = self._static.forward(batch.tokens, batch.positions, rows, taps, around)
+            if hidden is not None:
+                return hidden
+        attention: Attend = PagedAttention(self.cache, batch.spans, self.model.config.num_heads)
+        return self.model.forward(batch.tokens, batch.positions, around(attention) if around else attention, taps)
+
+    def _open_exchange(self, agreement: Agreement | None, inert: Tensor | None) -> None:
+        """Say how the layers of this forward exchange tokens with the experts of other ranks, if they do."""
+        if self.model.exchange is not None:
+            mode, size = (NONE, 0) if agreement is None else (agreement.mode, agreement.size)
+            self.model.exchange.begin(mode, size, inert)
+
+    def _dummy(self, agreement: Agreement) -> None:
+        """A step in which only other ranks have rows: experts and drafter serve them, in every collective.
+
+        W inert tokens pass through the model; they read and write no cache and go to no expert. The static backend
+        needs none.
+        """
+        self.steps.count(0, agreement)
+        if self._static is not None and agreement.mode == FULL:
+            self._open_exchange(agreement, None)
+            self._static.idle()
+        elif self.model.exchange is not None:
+            width = self.config.speculation.width
+            tokens = torch.zeros(width, dtype=torch.int64)
+            self._open_exchange(agreement, torch.ones(width, dtype=torch.bool))
+            self.model.forward(tokens, torch.arange(width), no_attention)
+        if self._drafter is not None:
+            self._drafter.idle(agreement)
+
+    def _verified(
+        self,
+        plan: StepPlan,
+        batch: _Batch,
+        sampled: Sequence[tuple[int, ...]],
+        errors: dict[int, str],
+        taps: Taps | None,
+        agreement: Agreement | None,
+    ) -> Verified:
+        """The step as its drafter sees it, in the order of the plan."""
+        firsts = [0] * len(plan.rows)
+        for index, first in zip(batch.indices, batch.firsts, strict=True):
+            firsts[index] = first
+        states = [self._sequences[row.seq] for row in plan.rows]
+        return Verified(plan.rows, states, sampled, errors, firsts, taps.states if taps else (), agreement)
 
     def _batch(self, plan_rows: Sequence[Row]) -> _Batch:
         block_size = self.cache.block_size
@@ -213,24 +302,41 @@ class ModelExecutor:
         return logprobs
 
 
-def _drafter(config: EngineConfig, target: Llama, draft: Llama | None) -> NgramDrafter | ModelDrafter | None:
+def no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of inert tokens (see `paceline.models.llama.Attend`): zeros, whatever they ask for."""
+    return q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
+
+
+def _drafter(config: EngineConfig, target: Llama, draft: DraftModel | None) -> Drafter | None:
     speculation, max_model_len = config.speculation, config.scheduler.max_model_len
     if speculation.method is None:
         return None
+    if speculation.method == "eagle3":
+        if not isinstance(draft, Eagle3):
+            raise ConfigError("speculation.model", "method 'eagle3' needs a loaded EAGLE-3 model")
+        check_eagle3(draft, target.config)
+        return Eagle3Drafter(draft, config)
     if speculation.method == "draft_model":
-        require(draft is not None, "speculation.model", "method 'draft_model' needs a loaded draft model")
-        assert draft is not None
+        if not isinstance(draft, Llama):
+            raise ConfigError("speculation.model", "method 'draft_model' needs a loaded draft model")
         check_draft_model(draft.config, target.config, max_model_len)
         return ModelDrafter(draft, config)
     lookup = speculation.prompt_lookup_min, speculation.prompt_lookup_max
     return NgramDrafter(*lookup, speculation.num_speculative_tokens, max_model_len)
 
 
+def _static(config: EngineConfig, model: Llama, cache: KVCache, taps: tuple[int, ...]) -> StaticMixture | None:
+    """The static backend of FULL steps, if graphs are on and the model has one."""
+    if config.graphs.mode != "FULL_DECODE_ONLY" or cache.bits is None or not StaticMixture.supports(model):
+        return None
+    width = config.speculation.width
+    blocks = -(-(config.scheduler.max_model_len + width) // cache.block_size)
+    return StaticMixture(model, cache.bits, StaticLimits(width, config.scheduler.max_num_seqs, blocks, taps))
+
+
 def _refuse_unsupported(config: EngineConfig, model: Llama) -> None:
     method = config.speculation.method
-    known = (None, "ngram", "draft_model")
-    require(method in known, "speculation.method", f"{method!r} has no drafter here; use 'ngram' or 'draft_model'")
-    require(config.graphs.mode == "NONE", "graphs.mode", "this executor runs every step eagerly; use NONE")
+    require(method != "mtp", "speculation.method", "'mtp' has no drafter here; use ngram, draft_model or eagle3")
     kinds = [group.kind for group in config.cache.groups]
     require(kinds == ["full"], "cache.groups", f"a Llama model has one group of full attention, not {kinds}")
     limit, asked = model.config.max_position, config.scheduler.max_model_len

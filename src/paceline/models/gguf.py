@@ -7,14 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
 from torch import Tensor
 
 from paceline.models.build import build_model
-from paceline.models.gguf_file import GGUFFile
+from paceline.models.gguf_file import FloatArray, GGUFFile
+from paceline.models.gguf_tokenizer import read_tokenizer
 from paceline.models.spec import LlamaConfig, LoadedModel, RopeScaling, UnsupportedModel
-from paceline.models.tokenizer import Tokenizer, byte_level_tokenizer
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -45,29 +44,48 @@ def load_gguf(path: Path, dtype: str = "auto", name: str | None = None, quantiza
         ValueError: ``dtype`` or ``quantization`` is none of the known ones.
     """
     file = GGUFFile(path)
-    config = read_config(file.get, file.tensors, file.tensor)
-    names = _weight_names(config)
-    unknown = sorted(set(file.tensors) - set(names.values()) - {_ROPE_FACTORS})
-    if unknown:
-        raise UnsupportedModel(f"{path}: tensors without a place in a Llama model: {', '.join(unknown[:5])}")
-    # Only the converter of Llama models reorders rows.
-    interleaved = file.get("general.architecture") == "llama"
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if interleaved else {}
+    weights = GGUFWeights(file)
     stored = _STORED.get(file.tensors["blk.0.attn_q.weight"].tensor_type.name, torch.uint8)
-
-    def get(weight: str) -> Tensor:
-        tensor = file.tensor(names[weight])
-        kind = weight.split(".")[-2]
-        if kind in heads:
-            tensor = half_split_rows(tensor, heads[kind])
-        return tensor
-
     return LoadedModel(
         name=name or path.stem,
-        model=build_model(config, get, dtype, quantization, stored),
+        model=build_model(weights.config, weights.get, dtype, quantization, stored),
         tokenizer=read_tokenizer(file.get),
         eos_token_ids=_eos_token_ids(file.get),
     )
+
+
+class GGUFWeights:
+    """The weights of a file under Hugging Face's names, as float32. ``names``: those that it has."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        """Read the model's shape.
+
+        Raises:
+            UnsupportedModel: the architecture, a tensor or the rope scaling is not supported.
+        """
+        self._file = file
+        self.config = config = read_config(file.get, file.tensors, file.tensor)
+        self._names = _weight_names(config)
+        unknown = sorted(set(file.tensors) - set(self._names.values()) - {_ROPE_FACTORS})
+        if unknown:
+            raise UnsupportedModel(f"{file.path}: tensors without a place in a Llama model: {', '.join(unknown[:5])}")
+        # Only the converter of Llama models reorders rows.
+        interleaved = file.get("general.architecture") == "llama"
+        self._heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if interleaved else {}
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, stored in self._names.items() if stored in self._file.tensors]
+
+    def get(self, name: str) -> Tensor:
+        """One weight.
+
+        Raises:
+            UnsupportedModel: it is not there, or of a type that cannot be dequantised.
+        """
+        tensor = torch.from_numpy(self._file.tensor(self._names[name]))
+        heads = self._heads.get(name.split(".")[-2])
+        return tensor if heads is None else half_split_rows(tensor, heads)
 
 
 def half_split_rows(weight: Tensor, heads: int) -> Tensor:
@@ -82,7 +100,7 @@ def half_split_rows(weight: Tensor, heads: int) -> Tensor:
 
 
 def read_config(
-    get: Callable[..., Any], tensors: dict[str, Any], tensor: Callable[[str], Tensor] | None = None
+    get: Callable[..., Any], tensors: dict[str, Any], tensor: Callable[[str], FloatArray] | None = None
 ) -> LlamaConfig:
     """The model's shape from GGUF metadata (``get(key[, default])``) and the names of its tensors."""
     name = get("general.architecture")
@@ -114,7 +132,9 @@ def read_config(
     )
 
 
-def _rope_scaling(name: str, get: Callable[..., Any], tensor: Callable[[str], Tensor] | None) -> RopeScaling | None:
+def _rope_scaling(
+    name: str, get: Callable[..., Any], tensor: Callable[[str], FloatArray] | None
+) -> RopeScaling | None:
     kind = get(f"{name}.rope.scaling.type", "none")
     if kind == "linear":
         return RopeScaling("linear", factor=get(f"{name}.rope.scaling.factor"))
@@ -134,30 +154,6 @@ def _weight_names(config: LlamaConfig) -> dict[str, str]:
         for part in "qkv" if config.qkv_bias else "":
             names[f"model.layers.{i}.self_attn.{part}_proj.bias"] = f"blk.{i}.attn_{part}.bias"
     return names
-
-
-def read_tokenizer(get: Callable[..., Any]) -> Tokenizer:
-    """The tokenizer that GGUF metadata describes: byte-level BPE (``gpt2``) only."""
-    model = get("tokenizer.ggml.model")
-    if model != "gpt2":
-        raise UnsupportedModel(f"tokenizer.ggml.model: {model!r} is not supported, only byte-level BPE ('gpt2') is")
-    tokens: list[str] = get("tokenizer.ggml.tokens")
-    types: list[int] = get("tokenizer.ggml.token_type", [gguf.TokenType.NORMAL] * len(tokens))
-    bos = get("tokenizer.ggml.bos_token_id", None)
-    eos = get("tokenizer.ggml.eos_token_id", None)
-    return Tokenizer(
-        byte_level_tokenizer(
-            tokens,
-            get("tokenizer.ggml.merges"),
-            pre_tokenizer=get("tokenizer.ggml.pre", "default"),
-            special=[i for i, t in enumerate(types) if t == gguf.TokenType.CONTROL],
-            added=[i for i, t in enumerate(types) if t == gguf.TokenType.USER_DEFINED],
-            bos=bos if get("tokenizer.ggml.add_bos_token", False) else None,
-        ),
-        chat_template=get("tokenizer.chat_template", None),
-        bos_token=None if bos is None else tokens[bos],
-        eos_token=None if eos is None else tokens[eos],
-    )
 
 
 def _eos_token_ids(get: Callable[..., Any]) -> tuple[int, ...]:

@@ -17,10 +17,11 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from paceline.models.spec import UnsupportedModel
+
+FloatArray = NDArray[np.float32]
 
 _REQUIRED = object()
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -125,7 +126,7 @@ class GGUFFile:
             raise UnsupportedModel(f"{self.path}: the metadata has no {key}")
         return value
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> FloatArray:
         """A tensor as float32, dequantised where needed.
 
         Raises:
@@ -144,4 +145,4 @@ class GGUFFile:
             values = gguf.quants.dequantize(data.reshape(*rows, -1), stored.tensor_type)
         except NotImplementedError as error:
             raise UnsupportedModel(f"{self.path}: {name}: {stored.tensor_type.name} is not supported") from error
-        return torch.from_numpy(np.array(values, dtype=np.float32))
+        return np.array(values, dtype=np.float32)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama, Mistral, Qwen2 and Qwen3 models from Hugging Face folders: config.json, safetensors, tokenizer.json."""
+"""Llama, Mistral, Qwen2 and Qwen3 models, and the mixtures of experts among them, from Hugging Face folders:
+config.json, safetensors, tokenizer.json.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.models.build import build_model
-from paceline.models.spec import LlamaConfig, LoadedModel, RopeScaling, UnsupportedModel
+from paceline.models.experts import ExpertExchange
+from paceline.models.spec import ExpertConfig, LlamaConfig, LoadedModel, RopeScaling, UnsupportedModel
 from paceline.models.tokenizer import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
@@ -22,11 +26,17 @@ FAMILIES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """Architecture -> model_type, as ``config.json`` names them."""
+_MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+"""Parts of a weight's name in the other families -> those of Mixtral."""
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model folder; UnsupportedModel if it holds none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -38,12 +48,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-class _Shards:
+class Shards:
     """Weights of a folder, each read from the shard that has it."""
 
     def __init__(self, folder: Path) -> None:
         if (folder / _INDEX).exists():
-            index = _read_json(folder / _INDEX)
+            index = read_json(folder / _INDEX)
             self._files = {name: folder / file for name, file in index["weight_map"].items()}
         elif (folder / _SINGLE).exists():
             with safe_open(folder / _SINGLE, "pt") as weights:
@@ -68,23 +78,30 @@ class _Shards:
 
 
 def load_huggingface(
-    folder: Path, dtype: str = "auto", name: str | None = None, quantization: str | None = None
+    folder: Path,
+    dtype: str = "auto",
+    name: str | None = None,
+    quantization: str | None = None,
+    parallel: ExpertExchange | None = None,
 ) -> LoadedModel:
-    """Load a folder as ``save_pretrained`` writes it.
+    """Load a folder as ``save_pretrained`` writes it; of a mixture, the experts that this rank of ``parallel`` holds.
 
     Raises:
         UnsupportedModel: a file is missing or the model needs what this engine lacks.
         ValueError: ``dtype`` or ``quantization`` is none of the known ones.
     """
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     config = read_config(raw)
-    shards = _Shards(folder)
-    _refuse_unused(shards.names, config)
+    shards = Shards(folder)
+    stored_name = _mixtral_name if raw.get("model_type") == "mixtral" else str
+    _refuse_unused(shards.names, config, stored_name)
     stored = shards.get("model.embed_tokens.weight").dtype
     tokenizer, eos_token = _tokenizer(folder)
     return LoadedModel(
         name=name or folder.resolve().name,
-        model=build_model(config, shards.get, dtype, quantization, stored),
+        model=build_model(
+            config, lambda weight: shards.get(stored_name(weight)), dtype, quantization, stored, parallel
+        ),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(folder, raw, tokenizer, eos_token),
     )
@@ -126,9 +143,39 @@ def read_config(raw: dict[str, Any]) -> LlamaConfig:
         max_position=int(min(raw["max_position_embeddings"], _window(raw, family))),
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         rope_scaling=_rope_scaling(rope),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2" or (family == "qwen2_moe" and raw.get("qkv_bias", True)),
+        qk_norm=family.startswith("qwen3"),
+        experts=_experts(raw, family),
     )
+
+
+def _experts(raw: dict[str, Any], family: str) -> ExpertConfig | None:
+    """The mixture of a model whose family has one; a Qwen model may keep a plain MLP in some layers."""
+    if family != "mixtral" and not family.endswith("_moe"):
+        return None
+    # transformers 5 writes num_local_experts for Qwen3 too, everybody else num_experts.
+    count = raw["num_experts"] if "num_experts" in raw else _needed(raw, "num_local_experts")
+    top_k = _needed(raw, "num_experts_per_tok")
+    if family == "mixtral":
+        return ExpertConfig(count, top_k, raw["intermediate_size"], normalise=True)
+    step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
+    layers = range(raw["num_hidden_layers"])
+    return ExpertConfig(
+        num_experts=count,
+        top_k=top_k,
+        intermediate_size=_needed(raw, "moe_intermediate_size"),
+        normalise=raw.get("norm_topk_prob", False),
+        shared_intermediate_size=_needed(raw, "shared_expert_intermediate_size") if family == "qwen2_moe" else 0,
+        dense_layers=frozenset(i for i in layers if i in dense or not count or (i + 1) % step),
+    )
+
+
+def _needed(raw: dict[str, Any], key: str) -> int:
+    """A number without which there is no mixture."""
+    if not isinstance(raw.get(key), int):
+        raise UnsupportedModel(f"{key}: must be an integer in the config.json of a mixture, got {raw.get(key)!r}")
+    number: int = raw[key]
+    return number
 
 
 def _window(raw: dict[str, Any], family: str) -> float:
@@ -158,26 +205,45 @@ def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
     raise UnsupportedModel(f"rope_type: {kind!r} is not supported (default, linear and llama3 are)")
 
 
-def _refuse_unused(names: set[str], config: LlamaConfig) -> None:
+def _mixtral_name(name: str) -> str:
+    """Mixtral's name of a weight."""
+    for ours, theirs in _MIXTRAL.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def _refuse_unused(names: set[str], config: LlamaConfig, stored_name: Callable[[str], str]) -> None:
     """A weight that nothing would read means that the model is not the one its configuration describes."""
     layer = [f"{part}.weight" for part in ("input_layernorm", "post_attention_layernorm")]
     layer += [f"self_attn.{p}_proj.weight" for p in "qkvo"]
-    layer += [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
     layer += [f"self_attn.{p}_proj.bias" for p in "qkv"] if config.qkv_bias else []
     layer += [f"self_attn.{p}_norm.weight" for p in "qk"] if config.qk_norm else []
     known = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    known |= {f"model.layers.{i}.{part}" for i in range(config.num_layers) for part in layer}
+    for i in range(config.num_layers):
+        known |= {f"model.layers.{i}.{part}" for part in layer}
+        known |= {stored_name(f"model.layers.{i}.mlp.{part}.weight") for part in _mlp_parts(config.experts, i)}
     # Old checkpoints store what the configuration already says.
     unused = sorted(n for n in names - known if not n.endswith("rotary_emb.inv_freq"))
     if unused:
         raise UnsupportedModel(f"weights without a place in a Llama model: {', '.join(unused[:5])}")
 
 
+def _mlp_parts(experts: ExpertConfig | None, layer: int) -> list[str]:
+    """Names of the weights that stand for the MLP of ``layer``."""
+    projections = [f"{p}_proj" for p in ("gate", "up", "down")]
+    if experts is None or layer in experts.dense_layers:
+        return projections
+    parts = ["gate", *(f"experts.{e}.{p}" for e in range(experts.num_experts) for p in projections)]
+    if experts.shared_intermediate_size:
+        parts += ["shared_expert_gate", *(f"shared_expert.{p}" for p in projections)]
+    return parts
+
+
 def _tokenizer(folder: Path) -> tuple[Tokenizer, str | None]:
     if not (folder / "tokenizer.json").exists():
         raise UnsupportedModel(f"{folder}: tokenizer.json is missing (other tokenizer formats are not read)")
     path = folder / "tokenizer_config.json"
-    config = _read_json(path) if path.exists() else {}
+    config = read_json(path) if path.exists() else {}
     template = config.get("chat_template")
     if isinstance(template, list):
         template = next((t["template"] for t in template if t.get("name") == "default"), None)
@@ -196,7 +262,7 @@ def _text(token: Any) -> str | None:
 def _eos_token_ids(folder: Path, raw: dict[str, Any], tokenizer: Tokenizer, eos_token: str | None) -> tuple[int, ...]:
     """Ids that end a text: the tokenizer's first, then those of the generation and model configuration."""
     path = folder / "generation_config.json"
-    generation = _read_json(path) if path.exists() else {}
+    generation = read_json(path) if path.exists() else {}
     found: list[int] = []
     if eos_token is not None and (eos := tokenizer.backend.token_to_id(eos_token)) is not None:
         found.append(eos)

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small operations of a decoder, fused and compiled: what lies between its matrix products.
+"""Compiled phases of a decoder step: what lies between its matrix products, fused.
 
-In eager torch a step of few tokens spends more time on these than on the products. Each kernel reads and writes
-every row once. Rows are independent of each other: what a row becomes does not depend on its batch.
+Rows (tokens) are independent of each other: what a row becomes does not depend on its batch, bit for bit.
 
-``levels`` > 0 asks for rows ready to be rounded to integers: each is mixed as `_mix` does, which spreads outliers
-over many entries, then divided by a scale of its own, so that its largest magnitude becomes ``levels``; the scale is
-handed out beside it. A row that holds a number that is not
-finite becomes zeros with scale NaN, so that NaN is what any product with it yields. ``levels`` = 0 leaves rows as
-they are, with scale 1.
+Rows are *encoded* before a product, as 32-bit words that `codegen.tile` reads. In bfloat16 a word holds two numbers.
+In int8 it holds four: a row is mixed as `_mix` does, which spreads outliers over many entries, and divided by a scale
+of its own, so that its largest magnitude becomes 127; 128 is added. A row that holds a number that is not finite
+becomes zeros with scale NaN, so that NaN is what any product with it yields.
 
-Compiled code is kept in Numba's cache (beside the source, or in the user's cache folder if that is not writable).
+Each phase takes its units from `team`'s counters. Compiled code is kept in Numba's cache (beside the source, or in the
+user's cache folder if that is not writable).
 """
 
 from __future__ import annotations
@@ -22,10 +21,16 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
+from paceline.models.codegen import INT8, LANES, hadamard, kernel
+from paceline.models.team import leave, settle, take
+
 Array = np.ndarray
 
 FLAGS = {"reassoc", "contract", "arcp", "nsz"}
 """What the compiler may do to floating-point code: enough to use vector registers; NaN and infinity keep meaning."""
+
+MIXED = 64
+"""Numbers that are mixed with each other at most; a power of two."""
 
 _NOT_FINITE = np.uint32(0x7F800000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
@@ -54,10 +59,18 @@ as_float: Any = intrinsic(_as_float)
 as_bits: Any = intrinsic(_as_bits)
 
 
+@njit(inline="always")
+def to_bfloat16(value: Any) -> Any:
+    """The upper half of a float32 as uint16, rounded to nearest even; NaN stays NaN."""
+    bits = as_bits(value)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.uint16(rounded) if value == value else np.uint16(0x7FC0)
+
+
 @njit(inline="always", fastmath=FLAGS)
 def exponential(x: Any) -> Any:
     """exp(x) in float32 to about two units in the last place; 2^n by the exponent's bits, the rest by its series."""
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0)) if x == x else x
+    x = min(max(x, np.float32(-80.0)), np.float32(88.0)) if x == x else x
     t = x * np.float32(1.4426950408889634)
     n = np.floor(t + np.float32(0.5))
     f = (t - n) * np.float32(0.6931471805599453)
@@ -73,16 +86,20 @@ def exponential(x: Any) -> Any:
 
 
 @njit(inline="always", fastmath=FLAGS)
-def _mix(row: Any) -> None:
-    """The Walsh-Hadamard transform, unnormalised and in place, along the first axis of ``row`` as [order, rest].
+def _mix(row: Any, size: Any) -> None:
+    """The Walsh-Hadamard transform, unnormalised and in place, of groups of MIXED numbers of ``row``.
 
-    As its matrix H is symmetric with H H = order, a product with weights that went through it as well is ``order``
-    times the original one (the idea of QuaRot, Ashkboos et al., 2024).
+    A group is a vector from each quarter of the row; where MIXED does not divide ``size``, it is as many neighbours as
+    the largest power of two that does. As its matrix H is symmetric with H H = order, a product with weights that went
+    through it as well is ``order`` times the original one (the idea of QuaRot, Ashkboos et al., 2024).
     """
-    size = row.shape[0]
-    order = min(size & -size, 64)
-    half = size // order
-    while half < size:
+    order = min(size & -size, MIXED)
+    if order == MIXED:
+        for begin in range(0, size // 4, LANES):
+            hadamard(row, begin, size // 4)
+        return
+    half = 1
+    while half < order:
         for begin in range(0, size, 2 * half):
             for j in range(begin, begin + half):
                 a, b = row[j], row[j + half]
@@ -91,106 +108,202 @@ def _mix(row: Any) -> None:
         half *= 2
 
 
-@njit(inline="always", fastmath=FLAGS)
-def _finish(row: Any, levels: Any) -> Any:
-    """Divide a row by its scale, in place; the scale. See the module's text."""
-    if levels == np.float32(0.0):
+@kernel(fastmath=FLAGS)
+def encode(kind: int, row: Array, size: int, words: Array, at: int, groups: int) -> np.float32:
+    """Encode ``row[:size]`` (which is overwritten) in ``words`` (int32, flat) from ``at`` on; the row's scale."""
+    if kind != INT8:
+        halves = words[at : at + groups].view(np.uint16)
+        for j in range(size):
+            halves[j] = to_bfloat16(row[j])
+        for j in range(size, 2 * groups):
+            halves[j] = np.uint16(0)
         return np.float32(1.0)
-    _mix(row)
+    _mix(row, size)
     # The magnitudes of floats are ordered as their bits are, and NaN stands above infinity.
     largest = np.uint32(0)
-    for j in range(row.shape[0]):
+    for j in range(size):
         largest = max(largest, as_bits(row[j]) & _MAGNITUDE)
+    scale, inverse = as_float(largest) / np.float32(127.0), np.float32(0.0)
     if largest >= _NOT_FINITE:
-        row[:] = np.float32(0.0)
-        return np.float32(np.nan)
-    if largest < np.uint32(0x00800000):
-        row[:] = np.float32(0.0)
-        return np.float32(0.0)
-    scale = as_float(largest) / levels
-    inverse = np.float32(1.0) / scale
-    for j in range(row.shape[0]):
-        row[j] *= inverse
+        scale = np.float32(np.nan)
+        row[:size] = np.float32(0.0)
+    elif largest < np.uint32(0x00800000):
+        scale = np.float32(0.0)
+    else:
+        inverse = np.float32(1.0) / scale
+    quarters = words[at : at + groups].view(np.uint8)
+    for j in range(size):
+        quarters[j] = np.uint8(np.int32(np.rint(row[j] * inverse)) + np.int32(128))
+    for j in range(size, 4 * groups):
+        quarters[j] = np.uint8(0)
     return scale
 
 
-@njit(cache=True, fastmath=FLAGS, error_model="numpy", nogil=True)
-def add_norm(
-    x: Array, y: Array, y_scale: Array, weight: Array, eps: float, levels: float, out: Array, scale: Array
-) -> None:
-    """x += y * y_scale, by rows; then out = RMS norm of x (Zhang and Sennrich, 2019), scaled as the module says.
+@njit(inline="always")
+def share(rows: Any) -> Any:
+    """Rows in a unit of a phase that goes row by row."""
+    return (rows + 15) // 16
 
-    ``x``, ``y``, ``out`` [rows, hidden]; ``y_scale``, ``scale`` [rows]; ``weight`` [hidden]; all float32.
+
+@kernel(fastmath=FLAGS)
+def normalise(
+    counts: Array,
+    phase: int,
+    kind: int,
+    x: Array,
+    y: Array,
+    weights: Array,
+    layer: int,
+    eps: float,
+    row: Array,
+    words: Array,
+    groups: int,
+    scale: Array,
+    taps: Array,
+    tap: int,
+) -> None:
+    """x += y, then the RMS norm of x (Zhang and Sennrich, 2019), encoded.
+
+    ``x``, ``y`` [rows, hidden], ``weights`` [layers, hidden], ``row`` scratch, ``words`` [rows * groups] int32,
+    ``scale`` [rows]. ``tap``: where in ``taps`` [taps, rows, hidden] x is copied to, if not negative.
     """
     rows, size = x.shape
-    for t in range(rows):
-        factor = y_scale[t]
+    each = share(rows)
+    units = (rows + each - 1) // each
+    unit = take(counts, phase)
+    while unit < units:
+        for t in range(unit * each, min(rows, unit * each + each)):
+            total = np.float32(0.0)
+            for j in range(size):
+                v = x[t, j] + y[t, j]
+                x[t, j] = v
+                total += v * v
+            if tap >= 0:
+                for j in range(size):
+                    taps[tap, t, j] = x[t, j]
+            r = np.float32(1.0) / np.sqrt(total / np.float32(size) + np.float32(eps))
+            for j in range(size):
+                row[j] = x[t, j] * r * weights[layer, j]
+            scale[t] = encode(kind, row, size, words, t * groups, groups)
+        leave(counts, phase)
+        unit = take(counts, phase)
+    settle(counts, phase, units)
+
+
+@kernel()
+def encode_rows(
+    counts: Array, phase: int, kind: int, x: Array, row: Array, words: Array, groups: int, scale: Array
+) -> None:
+    """Encode the rows of ``x`` [rows, size]."""
+    rows, size = x.shape
+    each = share(rows)
+    units = (rows + each - 1) // each
+    unit = take(counts, phase)
+    while unit < units:
+        for t in range(unit * each, min(rows, unit * each + each)):
+            for j in range(size):
+                row[j] = x[t, j]
+            scale[t] = encode(kind, row, size, words, t * groups, groups)
+        leave(counts, phase)
+        unit = take(counts, phase)
+    settle(counts, phase, units)
+
+
+@njit(inline="always", fastmath=FLAGS, error_model="numpy")
+def _rotate_head(qkv: Any, t: Any, at: Any, norms: Any, layer: Any, part: Any, eps: Any, cos: Any, sin: Any) -> None:
+    """Norm and rotate one head of queries (``part`` 0) or keys (1), in place."""
+    half = cos.shape[1]
+    if norms.shape[2]:
         total = np.float32(0.0)
-        for j in range(size):
-            v = x[t, j] + y[t, j] * factor
-            x[t, j] = v
-            total += v * v
-        r = np.float32(1.0) / np.sqrt(total / np.float32(size) + np.float32(eps))
-        for j in range(size):
-            out[t, j] = x[t, j] * r * weight[j]
-        scale[t] = _finish(out[t], np.float32(levels))
+        for j in range(2 * half):
+            total += qkv[t, at + j] * qkv[t, at + j]
+        r = np.float32(1.0) / np.sqrt(total / np.float32(2 * half) + np.float32(eps))
+        for j in range(2 * half):
+            qkv[t, at + j] = qkv[t, at + j] * r * norms[layer, part, j]
+    for j in range(half):
+        a, b = qkv[t, at + j], qkv[t, at + half + j]
+        qkv[t, at + j] = a * cos[t, j] - b * sin[t, j]
+        qkv[t, at + half + j] = b * cos[t, j] + a * sin[t, j]
 
 
-@njit(cache=True, fastmath=FLAGS, error_model="numpy", nogil=True)
+@njit(inline="always", fastmath=FLAGS, error_model="numpy")
+def rotate_row(
+    qkv: Any,
+    t: Any,
+    bias: Any,
+    norms: Any,
+    layer: Any,
+    eps: Any,
+    cos: Any,
+    sin: Any,
+    heads: Any,
+    kv_heads: Any,
+) -> None:
+    """Make queries, keys and values of row ``t`` of a stacked product ``qkv`` [rows, width], in place.
+
+    ``bias`` [layers, width] is added if it has entries; if ``norms`` [layers, 2, head_dim] has entries, queries and
+    keys are RMS-normalised head by head with them; then they are rotated in half-split order by ``cos`` and ``sin``
+    [rows, head_dim / 2].
+    """
+    for j in range(bias.shape[1]):
+        qkv[t, j] += bias[layer, j]
+    for h in range(heads + kv_heads):
+        _rotate_head(qkv, t, h * 2 * cos.shape[1], norms, layer, 0 if h < heads else 1, eps, cos, sin)
+
+
+@kernel(fastmath=FLAGS)
 def rotate(
+    counts: Array,
+    phase: int,
     qkv: Array,
-    scale: Array,
     bias: Array,
     norms: Array,
+    layer: int,
     eps: float,
     cos: Array,
     sin: Array,
     heads: int,
     kv_heads: int,
 ) -> None:
-    """Make queries, keys and values of a stacked product, in place.
-
-    Rows are multiplied by their scale; ``bias`` [width] is added; if ``norms`` [2, head_dim] has entries, queries
-    and keys are RMS-normalised head by head with them; then they are rotated in half-split order by ``cos`` and
-    ``sin`` [rows, head_dim / 2].
-    """
+    """`rotate_row` for all rows."""
     rows = qkv.shape[0]
-    half = cos.shape[1]
-    size = 2 * half
-    for t in range(rows):
-        factor = scale[t]
-        for j in range(qkv.shape[1]):
-            qkv[t, j] = qkv[t, j] * factor + bias[j]
-        for h in range(heads + kv_heads):
-            head = qkv[t, h * size : (h + 1) * size]
-            if norms.shape[1]:
-                weight = norms[0] if h < heads else norms[1]
-                total = np.float32(0.0)
-                for j in range(size):
-                    total += head[j] * head[j]
-                r = np.float32(1.0) / np.sqrt(total / np.float32(size) + np.float32(eps))
-                for j in range(size):
-                    head[j] = head[j] * r * weight[j]
-            for j in range(half):
-                a, b = head[j], head[j + half]
-                head[j] = a * cos[t, j] - b * sin[t, j]
-                head[j + half] = b * cos[t, j] + a * sin[t, j]
+    each = share(rows)
+    units = (rows + each - 1) // each
+    unit = take(counts, phase)
+    while unit < units:
+        for t in range(unit * each, min(rows, unit * each + each)):
+            rotate_row(qkv, t, bias, norms, layer, eps, cos, sin, heads, kv_heads)
+        leave(counts, phase)
+        unit = take(counts, phase)
+    settle(counts, phase, units)
 
 
-@njit(cache=True, fastmath=FLAGS, error_model="numpy", nogil=True)
-def gated(gate_up: Array, scale: Array, levels: float, out: Array, out_scale: Array) -> None:
-    """out = silu(gate) * up, scaled as the module says; ``gate_up`` [rows, 2 * size] holds gate, then up."""
-    rows, size = out.shape
+@kernel(fastmath=FLAGS)
+def final_norm(x: Array, y: Array, weight: Array, eps: float, out: Array) -> None:
+    """x += y, then ``out`` = its RMS norm, [rows, hidden]."""
+    rows, size = x.shape
     for t in range(rows):
-        factor = scale[t]
+        total = np.float32(0.0)
         for j in range(size):
-            g = gate_up[t, j] * factor
-            out[t, j] = g / (np.float32(1.0) + exponential(-g)) * (gate_up[t, size + j] * factor)
-        out_scale[t] = _finish(out[t], np.float32(levels))
+            v = x[t, j] + y[t, j]
+            x[t, j] = v
+            total += v * v
+        r = np.float32(1.0) / np.sqrt(total / np.float32(size) + np.float32(eps))
+        for j in range(size):
+            out[t, j] = x[t, j] * r * weight[j]
 
 
-@njit(cache=True, fastmath=FLAGS, error_model="numpy", nogil=True)
-def scale_rows(x: Array, levels: float, scale: Array) -> None:
-    """Scale the rows of ``x`` in place, as the module says."""
-    for t in range(x.shape[0]):
-        scale[t] = _finish(x[t], np.float32(levels))
+@kernel()
+def look_up_bytes(table: Array, scale: Array, tokens: Array, out: Array) -> None:
+    """Rows of an int8 table times their scales, as float32."""
+    for t in range(tokens.shape[0]):
+        for j in range(table.shape[1]):
+            out[t, j] = np.float32(table[tokens[t], j]) * scale[tokens[t]]
+
+
+@kernel()
+def look_up_halves(table: Array, tokens: Array, out: Array) -> None:
+    """Rows of a bfloat16 table (uint16), as float32."""
+    for t in range(tokens.shape[0]):
+        for j in range(table.shape[1]):
+            out[t, j] = as_float(np.uint32(table[tokens[t], j]) << np.uint32(16))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.models.experts import ExpertExchange, LocalExchange, Mixture, Pack, Packed, Take, Weight, as_it_is
 from paceline.models.spec import LlamaConfig, RopeScaling, UnsupportedModel
 
 GetTensor = Callable[[str], Tensor]
@@ -35,21 +36,38 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
+@dataclass(slots=True)
+class Taps:
+    """Hidden states wanted on the way through a forward: the residual stream before each of ``layers``.
+
+    ``layers`` are in rising order; the number of layers stands for what leaves the last one, before the final norm.
+    ``states`` is filled by `Llama.forward` in that order, one [tokens, hidden_size] each.
+    """
+
+    layers: tuple[int, ...]
+    states: list[Tensor] = field(default_factory=list)
+
+
+W = TypeVar("W", bound=Weight)
+
+
 @dataclass(frozen=True, slots=True)
-class LlamaLayer:
+class LlamaLayer(Generic[W]):
     """Weights of one decoder layer: ``qkv`` and ``gate_up`` are stacked by rows, each used in one product.
 
     ``qkv_bias`` [rows of qkv] and ``qk_norms`` [2, head_dim] (of queries, of keys) are None where a family lacks them.
+    ``gate_up`` and ``down`` are empty where ``experts`` take their place.
     """
 
     attn_norm: Tensor
-    qkv: Tensor
-    o: Tensor
+    qkv: W
+    o: W
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: W
+    down: W
     qkv_bias: Tensor | None = None
     qk_norms: Tensor | None = None
+    experts: Callable[[Tensor], Tensor] | None = None
 
 
 def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> Tensor:
@@ -68,25 +86,21 @@ def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling | None
     return freqs * (keep + (1.0 - keep) / scaling.factor)
 
 
-def project(x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` [rows, in] times ``weight`` [out, in] transposed: [rows, out].
+def project(x: Tensor, weight: Tensor | Packed) -> Tensor:
+    """``x`` [rows, in] times ``weight`` [out, in] transposed: [rows, out]. A packed weight does it its own way.
 
     Few rows in float32 on a CPU take the product as weight x x^T: the BLAS library then shares the rows of the
     weight among threads and reads each once, two to three times as fast as its path for few rows. It does so only
     if x itself is laid out by rows. One row is doubled: a matrix times a vector runs on a single thread.
     """
+    if not isinstance(weight, Tensor):
+        return weight(x)
     rows = x.shape[0]
     if rows > SMALL_BATCH or x.dtype != torch.float32 or x.device.type != "cpu":
         return F.linear(x, weight)
     if rows == 1:
         return torch.mm(weight, torch.cat((x, x)).t())[:, :1].t()
     return torch.mm(weight, x.contiguous().t()).t()
-
-
-class Take(Protocol):
-    """A source of weights that compares each shape with the one the configuration asks for."""
-
-    def __call__(self, name: str, *shape: int) -> Tensor: ...
 
 
 def taking(get: GetTensor) -> Take:
@@ -101,34 +115,61 @@ def taking(get: GetTensor) -> Take:
     return take
 
 
-def take_layer(c: LlamaConfig, take: Take, index: int) -> LlamaLayer:
-    """The weights of layer ``index``, stacked."""
+def take_layer(
+    c: LlamaConfig,
+    take: Take,
+    index: int,
+    exchange: ExpertExchange | None = None,
+    pack: Pack = as_it_is,
+) -> LlamaLayer[Any]:
+    """The weights of layer ``index``, stacked, those of products packed by ``pack``.
+
+    Of a mixture these are the experts that this rank of ``exchange`` holds.
+    """
     prefix = f"model.layers.{index}."
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     attn, mlp = prefix + "self_attn.", prefix + "mlp."
     parts = (("q", q), ("k", kv), ("v", kv))
-    gate_up = [take(mlp + f"{name}_proj.weight", c.intermediate_size, c.hidden_size) for name in ("gate", "up")]
+    mixture = None
+    if c.experts is not None and index not in c.experts.dense_layers:
+        mixture = Mixture(c.experts, c.hidden_size, take, mlp, exchange or LocalExchange(), project, pack)
+    size = c.intermediate_size
+    gate_up = [] if mixture else [take(mlp + f"{name}_proj.weight", size, c.hidden_size) for name in ("gate", "up")]
     norms = [take(attn + f"{name}_norm.weight", c.head_dim) for name in ("q", "k")] if c.qk_norm else []
     return LlamaLayer(
         attn_norm=take(prefix + "input_layernorm.weight", c.hidden_size),
-        qkv=torch.cat([take(attn + f"{name}_proj.weight", rows, c.hidden_size) for name, rows in parts]),
-        o=take(attn + "o_proj.weight", c.hidden_size, q),
+        qkv=pack(torch.cat([take(attn + f"{name}_proj.weight", rows, c.hidden_size) for name, rows in parts])),
+        o=pack(take(attn + "o_proj.weight", c.hidden_size, q)),
         mlp_norm=take(prefix + "post_attention_layernorm.weight", c.hidden_size),
-        gate_up=torch.cat(gate_up),
-        down=take(mlp + "down_proj.weight", c.hidden_size, c.intermediate_size),
+        gate_up=pack(torch.cat(gate_up)) if gate_up else torch.empty(0),
+        down=torch.empty(0) if mixture else pack(take(mlp + "down_proj.weight", c.hidden_size, size)),
         qkv_bias=torch.cat([take(attn + f"{name}_proj.bias", rows) for name, rows in parts]) if c.qkv_bias else None,
         qk_norms=torch.stack(norms) if norms else None,
+        experts=mixture,
     )
 
 
 class Llama:
-    """A decoder whose weights are plain tensors; all methods run under ``torch.inference_mode``.
+    """A decoder in plain torch; all methods run under ``torch.inference_mode``.
 
-    ``dtype`` is that of the KV cache (and, here, of weights and activations); ``quantization`` of its weights, if any.
+    ``dtype`` is that of the KV cache (and, here, unless weights are packed, of weights and activations);
+    ``quantization`` of its weights, if any. ``exchange``: what the layers of a mixture share experts through, to be
+    told of each forward; None in a dense model.
     """
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, get: GetTensor) -> None:
-        """Take every weight from ``get``.
+    exchange: ExpertExchange | None = None
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        dtype: torch.dtype,
+        get: GetTensor,
+        exchange: ExpertExchange | None = None,
+        pack: Pack = as_it_is,
+    ) -> None:
+        """Take every weight from ``get``, except experts that other ranks of ``exchange`` hold.
+
+        ``pack``: how the weights of products are kept; activations have the dtype in which ``get`` yields the others.
 
         Raises:
             UnsupportedModel: a weight's shape contradicts the configuration.
@@ -139,22 +180,28 @@ class Llama:
         take = taking(get)
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embedding = take("model.embed_tokens.weight", *vocabulary)
-        self.layers = [take_layer(config, take, i) for i in range(config.num_layers)]
+        if config.experts is not None:
+            self.exchange = exchange or LocalExchange()
+        self.layers = [take_layer(config, take, i, self.exchange, pack) for i in range(config.num_layers)]
         self.final_norm = take("model.norm.weight", config.hidden_size)
-        self.head = self.embedding if config.tie_word_embeddings else take("lm_head.weight", *vocabulary)
+        self.head = pack(self.embedding if config.tie_word_embeddings else take("lm_head.weight", *vocabulary))
         self._rotary = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [tokens, 1, head_dim] for `_rotate`; the sines carry the sign of each half."""
+        """Cosines and sines [tokens, 1, head_dim] for `rotate`; the sines carry the sign of each half."""
         angles = positions.to(torch.float32)[:, None] * self._rotary
         cos, sin = angles.cos(), angles.sin()
         return (
-            torch.cat((cos, cos), -1)[:, None].to(self.dtype),
-            torch.cat((-sin, sin), -1)[:, None].to(self.dtype),
+            torch.cat((cos, cos), -1)[:, None].to(self.final_norm.dtype),
+            torch.cat((-sin, sin), -1)[:, None].to(self.final_norm.dtype),
         )
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [tokens, hidden_size] after the final norm.
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [tokens, hidden_size] of ids in [0, vocab_size)."""
+        return F.embedding(tokens, self.embedding)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Taps | None = None) -> Tensor:
+        """Hidden states [tokens, hidden_size] after the final norm; ``taps``, if given, is filled.
 
         ``tokens`` and ``positions`` are int64 [tokens]; every id must lie in [0, vocab_size).
         """
@@ -162,8 +209,10 @@ class Llama:
         size, eps = (c.hidden_size,), c.rms_norm_eps
         rotated = c.num_heads + c.num_kv_heads
         cos, sin = self._rotation(positions)
-        x = F.embedding(tokens, self.embedding)
+        x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
+            if taps is not None and i in taps.layers:
+                taps.states.append(x)
             h = F.rms_norm(x, size, layer.attn_norm, eps)
             qkv = project(h, layer.qkv)
             if layer.qkv_bias is not None:
@@ -178,12 +227,17 @@ class Llama:
                     ],
                     1,
                 )
-            qk = _rotate(qk, cos, sin)
+            qk = rotate(qk, cos, sin)
             out = attend(i, qk[:, : c.num_heads], qk[:, c.num_heads :], qkv[:, rotated:])
             x = x + project(out, layer.o)
             h = F.rms_norm(x, size, layer.mlp_norm, eps)
+            if layer.experts is not None:
+                x = x + layer.experts(h)
+                continue
             gate, up = project(h, layer.gate_up).split(c.intermediate_size, -1)
             x = x + project(F.silu(gate) * up, layer.down)
+        if taps is not None and c.num_layers in taps.layers:
+            taps.states.append(x)
         return F.rms_norm(x, size, self.final_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -191,6 +245,6 @@ class Llama:
         return project(hidden, self.head).float()
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding in half-split order: pair i is (x[i], x[i + head_dim / 2])."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

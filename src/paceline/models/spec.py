@@ -38,11 +38,35 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """A mixture of experts in place of the MLP: each token is computed by the ``top_k`` experts its router prefers.
+
+    ``intermediate_size``: inner width of one expert. ``normalise``: the weights of the chosen ones are scaled to add up
+    to 1. ``shared_intermediate_size``: inner width of an expert that computes every token besides; 0: there is none.
+    ``dense_layers``: layers that keep a plain MLP.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    normalise: bool
+    shared_intermediate_size: int = 0
+    dense_layers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise UnsupportedModel(
+                f"num_experts_per_tok = {self.top_k} must be at least 1 and at most the {self.num_experts} experts"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class LlamaConfig:
     """Shape of a Llama-family decoder; names follow Hugging Face's configuration.
 
     ``max_position`` is the context length in tokens that the model was made for. ``qkv_bias``: queries, keys and
-    values have a bias. ``qk_norm``: queries and keys are RMS-normalised head by head, before rotation.
+    values have a bias. ``qk_norm``: queries and keys are RMS-normalised head by head, before rotation. ``experts``: the
+    mixture that layers have in place of the MLP of ``intermediate_size``, None in a dense model.
     """
 
     vocab_size: int
@@ -59,6 +83,7 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertConfig | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:

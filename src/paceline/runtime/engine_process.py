@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine in a process of its own: its program, and the handle by which a front holds it.
+"""An engine (one rank) in a process of its own: its program, and the handle by which `EngineGroup` holds it.
 
 The parent keeps the child's standard input open; its end tells the child that the parent is gone, however it went.
 Signals that end a server reach the whole process group; the child ignores them, since the parent decides when
@@ -15,102 +15,92 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import zmq
 
+from paceline import __version__
 from paceline.engine.collector import collector_paused
-from paceline.engine.messages import Dead, ModelInfo, Ready, decode_from_engine, encode
+from paceline.engine.line import PeerLost, VoteExchange, WaitTimes
+from paceline.engine.messages import Beat, Dead, ModelInfo, Ready, encode
 from paceline.engine.rank import Rank
-from paceline.runtime.loop import EngineLoop
+from paceline.runtime.line import LineLoop
+from paceline.runtime.loop import Desk, EngineLoop
 
 LINK = 0
 """The child's end of the pipe that its parent keeps open."""
-STOP_TIMEOUT_S = 5.0
-"""How long a stopped engine may take to finish the step in flight before it is killed."""
+HEARTBEAT_MS = 1000
+SILENCE_MS = 3000
+"""The other side of a connection that has been silent for so long has gone."""
 POLL_MS = 50
 LAST_WORDS_MS = 1000
 """How long an ending engine tries to deliver what it sent last."""
+BEAT_INTERVAL_S = 0.5
+"""How often the process of a rank shows that it runs; a thread of its own does so, whatever the step is at."""
+ORPHAN_S = 1.0
+"""How long a rank whose parent has gone may take to end by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class InStep:
+    """What a rank in lock-step needs: the collective that joins votes, and the inboxes of the other ranks."""
+
+    votes: VoteExchange
+    peers: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """What a factory gives: a rank ready to run, and what a front must know of its model."""
+    """What a factory gives: a rank ready to run, what a front must know of its model, and its line, if it is in one."""
 
     rank: Rank
     model: ModelInfo
+    line: InStep | None = None
 
 
 Factory = Callable[[dict[str, Any]], BuiltEngine]
 
 
-class EngineRefused(ValueError):
-    """The engine cannot be built from these options; the message says why."""
-
-
-class EngineFailed(RuntimeError):
-    """The engine process ended by itself before it was ready."""
-
-
 class EngineProcess:
-    """A child process that builds an engine and runs its loop, held by the process that serves it."""
+    """A child process that builds an engine and runs its loop."""
 
-    def __init__(self, factory: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, spec: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
         """Start the process; returns at once, while the child loads.
 
         Args:
-            factory: ``module:function``, called in the child with ``options`` (plain JSON data) as a dict.
-            options: passed on.
+            spec: plain JSON data: ``factory`` (``module:function``, called in the child with ``options``), ``options``,
+                the ``rank`` by which its front knows it, the addresses of its ``inbox`` and of the front's ``outbox``,
+                the ``folder`` they lie in, ``reach`` (a ``host:port`` on the way to ranks or fronts of other machines,
+                or None), and ``beats``, whether to show signs of life.
+            environment: of the child; this process's own by default.
         """
-        self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.inbox = _socket(self._context, zmq.PUSH)
-        self.outbox = _socket(self._context, zmq.PULL)
-        addresses = {name: f"ipc://{self._folder / name}" for name in ("inbox", "outbox")}
-        self.outbox.bind(addresses["outbox"])
-        # The engine binds its inbox: a connecting socket queues what is sent before the other side is there.
-        self.inbox.connect(addresses["inbox"])
         self._process = subprocess.Popen(
             # What the engine's libraries print must not mix with the output of the command that serves.
             [sys.executable, "-m", "paceline.runtime.engine_process"],
             stdin=subprocess.PIPE,
             stdout=2,
+            env=None if environment is None else dict(environment),
         )
-        spec = json.dumps({"factory": factory, "options": dict(options), "folder": str(self._folder), **addresses})
         assert self._process.stdin is not None
-        # A child that dies at once is reported by `wait_ready`.
+        # A child that dies at once is noticed by whoever waits for it.
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(spec.encode() + b"\n")
+            self._process.stdin.write(json.dumps(dict(spec)).encode() + b"\n")
             self._process.stdin.flush()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def wait_ready(self) -> ModelInfo:
-        """Wait until the engine takes requests.
-
-        Raises:
-            EngineRefused: the options cannot be honoured.
-            EngineFailed: the process ended.
-        """
-        while True:
-            if self.outbox.poll(POLL_MS):
-                message = decode_from_engine(self.outbox.recv())
-                if isinstance(message, Ready):
-                    return message.model
-                if isinstance(message, Dead):
-                    raise EngineRefused(message.reason) if message.refused else EngineFailed(message.reason)
-            elif self._process.poll() is not None:
-                raise EngineFailed(self.epitaph())
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
 
     def watch(self, ended: Callable[[], None]) -> None:
         """Call ``ended`` from another thread when the process has ended."""
@@ -121,6 +111,11 @@ class EngineProcess:
 
         threading.Thread(target=wait, name="engine-watch", daemon=True).start()
 
+    @property
+    def status(self) -> int | None:
+        """The exit status, negative for a signal; None while the process runs."""
+        return self._process.poll()
+
     def epitaph(self) -> str:
         """How the process ended, in words."""
         status = self._process.poll()
@@ -130,31 +125,43 @@ class EngineProcess:
             return f"the engine process was killed by signal {-status}"
         return f"the engine process ended with status {status}"
 
-    def stop(self) -> None:
-        """End the process, which `AsyncEngine.close` has told to stop or which need not be told; free everything."""
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the process has ended within ``timeout_s``."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def let_go(self) -> None:
+        """Close the link: the child ends at its next step, or where it sleeps."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """End the process at once, wherever it is."""
+        """End the process at once, wherever it is; also one that is stopped."""
         self._process.kill()
-        self.stop()
 
 
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+def push_or_pull(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     """A socket that neither blocks nor drops, however much piles up."""
-    socket = context.socket(kind)
-    socket.set(zmq.SNDHWM, 0)
-    socket.set(zmq.RCVHWM, 0)
-    return socket
+    made = context.socket(kind)
+    made.set(zmq.SNDHWM, 0)
+    made.set(zmq.RCVHWM, 0)
+    made.set(zmq.IPV6, 1)
+    return made
+
+
+def parting(connecting: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """A socket that becomes readable when a connection of ``connecting``, which is yet to be made, has ended.
+
+    The other side need not say so: its silence is enough, as when its process is stopped or its machine is gone.
+    """
+    connecting.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    connecting.set(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+    monitor: zmq.Socket[bytes] = connecting.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    return monitor
 
 
 def _read_line(descriptor: int) -> bytes:
@@ -167,10 +174,28 @@ def _read_line(descriptor: int) -> bytes:
     return line
 
 
-def _build(spec: Mapping[str, Any]) -> BuiltEngine:
+def _build(spec: Mapping[str, Any], inbox: zmq.Socket[bytes]) -> BuiltEngine:
     module, _, function = spec["factory"].partition(":")
     factory: Factory = getattr(importlib.import_module(module), function)
+    if spec["reach"] is not None:
+        # Ranks of other machines, or of other fronts, reach this one where it reaches theirs.
+        host, _, port = spec["reach"].rpartition(":")
+        inbox.bind(f"tcp://{own_address(host.strip('[]'), int(port))}:*")
+        spec["options"]["data_parallel"]["inbox"] = inbox.get_string(zmq.LAST_ENDPOINT)
     return factory(spec["options"])
+
+
+def own_address(host: str, port: int) -> str:
+    """The address that this machine has in the eyes of ``host``; nothing is sent.
+
+    Raises:
+        OSError: ``host`` has no address, or there is no way to it.
+    """
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        own = str(probe.getsockname()[0])
+    return f"[{own}]" if family == socket.AF_INET6 else own
 
 
 def _leave_with_parent(built: threading.Event) -> None:
@@ -182,25 +207,91 @@ def _leave_with_parent(built: threading.Event) -> None:
             os._exit(1)
 
 
-def _run(spec: Mapping[str, Any], inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> Dead | None:
+@contextlib.contextmanager
+def _beating(context: zmq.Context[zmq.Socket[bytes]], spec: Mapping[str, Any]) -> Iterator[None]:
+    """Signs of life for whoever watches, from a thread that runs unless the whole process is frozen.
+
+    It also ends the process when the parent has gone while the rank waits for peers, which may have left already.
+    """
+    over = threading.Event()
+    link = select.poll()
+    link.register(LINK, select.POLLIN)
+
+    def beat() -> None:
+        pulse = push_or_pull(context, zmq.PUSH)
+        pulse.connect(spec["outbox"])
+        message = encode(Beat(spec["rank"]))
+        while not over.wait(BEAT_INTERVAL_S):
+            pulse.send(message)
+            if link.poll(0) and not over.wait(ORPHAN_S):
+                shutil.rmtree(spec["folder"], ignore_errors=True)
+                os._exit(1)
+        pulse.close(linger=0)
+
+    thread = threading.Thread(target=beat, name="beats", daemon=True)
+    if spec["beats"]:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if spec["beats"]:
+            thread.join()
+
+
+def _loop(
+    engine: BuiltEngine,
+    rank: int,
+    context: zmq.Context[zmq.Socket[bytes]],
+    inbox: zmq.Socket[bytes],
+    outbox: zmq.Socket[bytes],
+) -> LineLoop | EngineLoop:
+    if engine.line is None:
+        return EngineLoop(engine.rank, Desk(engine.rank, inbox, outbox, LINK, number=rank))
+    peers, partings = [], []
+    for address in engine.line.peers:
+        peer = push_or_pull(context, zmq.PUSH)
+        if address.startswith("tcp:"):
+            # Nobody here watches the processes of other machines, least of all while all sleep.
+            partings.append(parting(peer))
+        peer.connect(address)
+        peers.append(peer)
+    waits = WaitTimes()
+    desk = Desk(engine.rank, inbox, outbox, LINK, number=rank, waits=waits, partings=partings)
+    return LineLoop(engine.rank, desk, engine.line.votes, peers, waits)
+
+
+def _run(
+    spec: Mapping[str, Any],
+    context: zmq.Context[zmq.Socket[bytes]],
+    inbox: zmq.Socket[bytes],
+    outbox: zmq.Socket[bytes],
+) -> Dead | None:
     """Build the engine and step until it is told to stop; why it could not go on, if so."""
+    rank = spec["rank"]
     built = threading.Event()
     threading.Thread(target=_leave_with_parent, args=(built,), daemon=True).start()
     try:
-        engine = _build(spec)
+        engine = _build(spec, inbox)
+    except PeerLost as error:
+        return Dead(str(error), rank=rank, peer_lost=True)
     except (ValueError, OSError, ImportError) as error:
-        return Dead(" ".join(str(error).split()), refused=True)
+        return Dead(" ".join(str(error).split()), refused=True, rank=rank)
     except Exception as error:
         traceback.print_exc()
-        return Dead(f"the engine could not be built: {type(error).__name__}: {error}")
+        return Dead(f"the engine could not be built: {type(error).__name__}: {error}", rank=rank)
     built.set()
-    outbox.send(encode(Ready(engine.model)))
+    outbox.send(encode(Ready(engine.model, rank, inbox.get_string(zmq.LAST_ENDPOINT), __version__)))
     try:
-        with collector_paused():
-            EngineLoop(engine.rank, inbox, outbox, LINK).run()
+        with collector_paused(), _beating(context, spec):
+            _loop(engine, rank, context, inbox, outbox).run()
+    except PeerLost as error:
+        return Dead(str(error), rank=rank, peer_lost=True)
     except Exception as error:
         traceback.print_exc()
-        return Dead(f"the engine failed: {type(error).__name__}: {error}")
+        # Collectives inside the forward fail where a vote would: the peer is gone.
+        lost = engine.line is not None and "gloo" in str(error)
+        return Dead(f"the engine failed: {type(error).__name__}: {error}", rank=rank, peer_lost=lost)
     return None
 
 
@@ -210,19 +301,26 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     spec = json.loads(_read_line(LINK))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    outbox, inbox = _socket(context, zmq.PUSH), _socket(context, zmq.PULL)
+    outbox, inbox = push_or_pull(context, zmq.PUSH), push_or_pull(context, zmq.PULL)
     outbox.connect(spec["outbox"])
     inbox.bind(spec["inbox"])
-    dead = _run(spec, inbox, outbox)
+    dead = _run(spec, context, inbox, outbox)
     if dead is not None:
         outbox.send(encode(dead))
     inbox.close(linger=0)
     # What was sent last still has to leave.
     context.destroy(linger=LAST_WORDS_MS)
-    # A parent that was killed could not do this.
-    shutil.rmtree(spec["folder"], ignore_errors=True)
-    return 0 if dead is None else 2 if dead.refused else 1
+    link = select.poll()
+    link.register(LINK, select.POLLIN)
+    if link.poll(0):
+        # A parent that was killed could not do this.
+        shutil.rmtree(spec["folder"], ignore_errors=True)
+    status = 0 if dead is None else 2 if dead.refused else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of collectives whose peers have gone would hold up, or crash, an orderly end of the interpreter.
+    os._exit(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from paceline.connectors.config import kv_transfer_config as read_transfer_config
 from paceline.core.config import Policy, require
 from paceline.core.plan import StepOutput, TokenLogprobs
 from paceline.core.request import Request, SamplingParams, StoredTokens
@@ -22,6 +23,7 @@ from paceline.execution.runner import ModelExecutor
 from paceline.models.registry import load_model
 from paceline.models.spec import LoadedModel, resolve_dtype
 from paceline.models.tokenizer import Message
+from paceline.runtime.connecting import connector_halves
 from paceline.runtime.detokenizer import Detokenizer
 from paceline.runtime.options import engine_config, load_draft, speculation_config
 from paceline.runtime.outputs import CompletionOutput, EngineStats, RequestOutput, position_logprobs
@@ -55,6 +57,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         speculative_config: Mapping[str, Any] | None = None,
+        kv_transfer_config: Mapping[str, Any] | None = None,
         seed: int = 0,
         tensor_parallel_size: int = 1,
     ) -> None:
@@ -74,7 +77,8 @@ class LLM:
             num_gpu_blocks_override: KV blocks, one of them reserved (vLLM's name; they lie in main memory here).
             kv_cache_memory_bytes: memory for the KV cache instead; 512 MiB by default, or what one request needs.
             enable_prefix_caching: share the KV of equal beginnings.
-            speculative_config: vLLM's keys and ``pad_resumed``; methods ngram and draft_model.
+            speculative_config: vLLM's keys and ``pad_resumed``; methods ngram, draft_model and eagle3.
+            kv_transfer_config: vLLM's keys; DecodeBenchConnector, which makes up the KV of prompts.
             seed: makes sampled requests without a seed of their own repeatable.
             tensor_parallel_size: 1.
 
@@ -84,10 +88,11 @@ class LLM:
         """
         require(tensor_parallel_size == 1, "tensor_parallel_size", f"only 1 is supported, got {tensor_parallel_size}")
         speculation = speculation_config(speculative_config)
+        self._transfer = read_transfer_config(kv_transfer_config)
         loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype, quantization)
         stored = loaded.model.dtype
         require(resolve_dtype(dtype, stored) == stored, "dtype", f"the model was loaded as {stored}, not {dtype}")
-        self._draft = load_draft(speculation, dtype, quantization)
+        self._draft = load_draft(speculation, loaded.model, dtype, quantization)
         kept = loaded.model.quantization
         require(
             quantization is None or quantization == (kept or "none"),
@@ -110,6 +115,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             speculation=speculation,
             draft=self._draft,
+            load_failure_policy="fail" if self._transfer is None else self._transfer.kv_load_failure_policy,
         )
         self._seed = seed
         self._next_id = 0
@@ -117,8 +123,11 @@ class LLM:
 
     def _start(self) -> None:
         """An engine without requests and with an empty cache."""
-        executor = ModelExecutor(self.model.model, self.config, seed=self._seed, draft=self._draft)
-        self._rank = Rank(Scheduler(self.config), executor)
+        beside_scheduler, beside_cache = connector_halves(self._transfer, self.config.cache, self._seed)
+        executor = ModelExecutor(
+            self.model.model, self.config, seed=self._seed, draft=self._draft, connector=beside_cache
+        )
+        self._rank = Rank(Scheduler(self.config, beside_scheduler), executor)
         self._forward_s = 0.0
         self._draft_s = 0.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +14,18 @@ from paceline.core.config import (
     CacheConfig,
     ConfigError,
     EngineConfig,
+    GraphConfig,
+    LoadFailurePolicy,
     Policy,
     SchedulerConfig,
     SpeculationConfig,
     require,
     require_int,
 )
+from paceline.execution.drafter import DraftModel
 from paceline.execution.kvcache import KVCache
+from paceline.models.eagle3_checkpoint import load_eagle3
+from paceline.models.experts import ExpertExchange
 from paceline.models.llama import Llama
 from paceline.models.registry import load_model
 from paceline.models.spec import LlamaConfig
@@ -44,11 +50,11 @@ def speculation_config(given: Mapping[str, Any] | None) -> SpeculationConfig:
         require(key in _KEYS, f"speculative_config.{key}", f"unknown key; known are {', '.join(_KEYS)}")
     values = dict(given)
     method = values.get("method")
-    known = method in ("ngram", "draft_model")
-    require(known, "speculative_config.method", f"{method!r} is not supported; use 'ngram' or 'draft_model'")
+    known = method in ("ngram", "draft_model", "eagle3")
+    require(known, "speculative_config.method", f"{method!r} is not supported; use ngram, draft_model or eagle3")
     model = values.get("model")
-    if method == "draft_model":
-        require(isinstance(model, str) and model != "", "speculative_config.model", "method 'draft_model' needs one")
+    if method != "ngram":
+        require(isinstance(model, str) and model != "", "speculative_config.model", f"method {method!r} needs one")
     else:
         require(model is None, "speculative_config.model", "method 'ngram' has no model")
     lookups = [values[key] for key in ("prompt_lookup_min", "prompt_lookup_max") if key in values]
@@ -59,13 +65,49 @@ def speculation_config(given: Mapping[str, Any] | None) -> SpeculationConfig:
     return SpeculationConfig(**values)
 
 
-def load_draft(speculation: SpeculationConfig, dtype: str, quantization: str | None) -> Llama | None:
-    """The model that drafts, loaded by the same options as the one that it drafts for; None for other methods.
+def graph_config(given: Mapping[str, Any] | None) -> GraphConfig:
+    """Read ``compilation_config``: vLLM's ``cudagraph_mode`` and ``cudagraph_capture_sizes``.
+
+    Raises:
+        ConfigError: an unknown key, or a value that cannot be honoured.
+    """
+    known = {"cudagraph_mode": "mode", "cudagraph_capture_sizes": "capture_sizes"}
+    values: dict[str, Any] = {}
+    for key, value in (given or {}).items():
+        require(key in known, f"compilation_config.{key}", f"unknown key; known are {', '.join(sorted(known))}")
+        if key == "cudagraph_capture_sizes":
+            require(isinstance(value, list), f"compilation_config.{key}", f"must be a list of integers, got {value!r}")
+        values[known[key]] = tuple(value) if isinstance(value, list) else value
+    try:
+        return GraphConfig(**values)
+    except ConfigError as error:
+        name = {field: key for key, field in known.items()}[error.field.removeprefix("graphs.")]
+        raise ConfigError(f"compilation_config.{name}", error.problem) from None
+
+
+def load_draft(
+    speculation: SpeculationConfig,
+    target: Llama,
+    dtype: str,
+    quantization: str | None,
+    *,
+    parallel: ExpertExchange | None = None,
+) -> DraftModel | None:
+    """What drafts for ``target``, None for methods without a model.
+
+    A draft model is loaded by the same options as the target was, where ``dtype`` auto and ``quantization`` None go by
+    how its own weights are stored. An EAGLE-3 head runs in the target's arithmetic. ``parallel``: what experts are
+    shared through.
 
     Raises:
         UnsupportedModel: it cannot be found or run.
     """
-    return None if speculation.model is None else load_model(speculation.model, dtype, quantization).model
+    if speculation.model is None:
+        return None
+    if speculation.method == "eagle3":
+        folder = Path(speculation.model).expanduser()
+        return load_eagle3(folder, target, parallel=parallel)
+    return load_model(speculation.model, dtype, quantization, parallel=parallel).model
 
 
 def engine_config(
@@ -82,7 +124,9 @@ def engine_config(
     kv_cache_memory_bytes: int | None,
     enable_prefix_caching: bool,
     speculation: SpeculationConfig,
-    draft: Llama | None = None,
+    draft: DraftModel | None = None,
+    graphs: GraphConfig | None = None,
+    load_failure_policy: LoadFailurePolicy = "fail",
 ) -> EngineConfig:
     """The configuration of one rank that runs ``model``, with its KV pool sized in blocks.
 
@@ -106,6 +150,7 @@ def engine_config(
             max_model_len=length,
             long_prefill_token_threshold=long_prefill_token_threshold,
             policy=scheduling_policy,
+            load_failure_policy=load_failure_policy,
         ),
         cache=CacheConfig(
             num_blocks=_num_blocks(
@@ -118,10 +163,11 @@ def engine_config(
             enable_prefix_caching=enable_prefix_caching,
         ),
         speculation=speculation,
+        graphs=graphs or GraphConfig(),
     )
 
 
-def block_bytes(model: LlamaConfig, dtype: torch.dtype, draft: Llama | None, block_size: int) -> int:
+def block_bytes(model: LlamaConfig, dtype: torch.dtype, draft: DraftModel | None, block_size: int) -> int:
     """Bytes of one KV block of the pool."""
     drafting = 0 if draft is None else KVCache.block_bytes(draft.config, block_size, draft.dtype)
     return KVCache.block_bytes(model, block_size, dtype) + drafting

@@ -6,17 +6,22 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from paceline.core.config import EngineConfig, SchedulerConfig, require_int
+from paceline.connectors.config import kv_transfer_config
+from paceline.core.config import ConfigError, EngineConfig, SchedulerConfig, require_int
+from paceline.core.graphs import GraphDispatcher
+from paceline.core.lockstep import agree
 from paceline.core.request import Request, SamplingParams, StoredTokens
 from paceline.core.scheduler import Scheduler
 from paceline.engine.messages import ModelInfo
-from paceline.engine.rank import Executor, Rank
+from paceline.engine.rank import Executor, Rank, StepCounts
+from paceline.execution.drafter import DraftModel
 from paceline.execution.runner import ModelExecutor
-from paceline.models.llama import Llama
 from paceline.models.registry import load_model
 from paceline.models.spec import LoadedModel
+from paceline.runtime.connecting import connector_halves
 from paceline.runtime.engine_process import BuiltEngine
-from paceline.runtime.options import block_bytes, engine_config, load_draft, speculation_config
+from paceline.runtime.joining import JoinedLine
+from paceline.runtime.options import block_bytes, engine_config, graph_config, load_draft, speculation_config
 
 FACTORY = f"{__name__}:build_engine"
 WARM_UP_TOKENS = 2
@@ -37,18 +42,39 @@ def build_engine(options: dict[str, Any]) -> BuiltEngine:
     chosen = dict(options)
     name, dtype, seed = chosen.pop("model"), chosen.pop("dtype"), chosen.pop("seed")
     quantization = chosen.pop("quantization", None)
+    graphs = graph_config(chosen.pop("compilation_config", None))
+    transfer = kv_transfer_config(chosen.pop("kv_transfer_config", None))
+    place = chosen.pop("data_parallel", {})
     speculation = speculation_config(chosen.pop("speculative_config"))
     _check_early(chosen)
-    loaded = load_model(name, dtype, quantization)
-    draft = load_draft(speculation, dtype, quantization)
+    line = JoinedLine.join(place)
+    exchange = None if line is None else line.exchange
+    loaded = load_model(name, dtype, quantization, parallel=exchange)
+    draft = load_draft(speculation, loaded.model, dtype, quantization, parallel=exchange)
+    mixtures = [model for model in (loaded.model, draft) if model is not None and model.exchange is not None]
+    if place.get("enable_expert_parallel") and not mixtures:
+        raise ConfigError("enable_expert_parallel", "this model has no experts; leave it out")
     if chosen["max_model_len"] == "auto":
         chosen["max_model_len"] = _fitting_length(
             loaded, draft, chosen, speculation.width + speculation.lookahead_tokens
         )
-    config = engine_config(loaded.model.config, loaded.model.dtype, speculation=speculation, draft=draft, **chosen)
-    executor = ModelExecutor(loaded.model, config, seed=seed, draft=draft)
-    warm_up(config, executor)
-    return BuiltEngine(Rank(Scheduler(config), executor), model_info(loaded, config))
+    config = engine_config(
+        loaded.model.config,
+        loaded.model.dtype,
+        speculation=speculation,
+        draft=draft,
+        graphs=graphs,
+        load_failure_policy="fail" if transfer is None else transfer.kv_load_failure_policy,
+        **chosen,
+    )
+    # Ranks that are given the same prompt must not draw the same numbers.
+    seed += place.get("rank", 0)
+    beside_scheduler, beside_cache = connector_halves(transfer, config.cache, seed)
+    executor = ModelExecutor(loaded.model, config, seed=seed, draft=draft, connector=beside_cache)
+    in_step = None if line is None else line.begin(loaded, config)
+    warm_up(config, executor, ranks=1 if line is None else line.size)
+    executor.steps = StepCounts()
+    return BuiltEngine(Rank(Scheduler(config, beside_scheduler), executor), model_info(loaded, config), in_step)
 
 
 def _check_early(options: dict[str, Any]) -> None:
@@ -67,7 +93,7 @@ def _check_early(options: dict[str, Any]) -> None:
             require_int(options[name], 1, name)
 
 
-def _fitting_length(loaded: LoadedModel, draft: Llama | None, options: dict[str, Any], slack: int) -> int | None:
+def _fitting_length(loaded: LoadedModel, draft: DraftModel | None, options: dict[str, Any], slack: int) -> int | None:
     """The longest request, in tokens, that models and KV cache hold; None (the model's) if the cache's size is open."""
     model, block_size = loaded.model.config, options["block_size"]
     blocks, memory = options["num_gpu_blocks_override"], options["kv_cache_memory_bytes"]
@@ -79,17 +105,23 @@ def _fitting_length(loaded: LoadedModel, draft: Llama | None, options: dict[str,
     return min(context, max(2, (blocks - 1) * block_size - slack))
 
 
-def warm_up(config: EngineConfig, executor: Executor) -> None:
+def warm_up(config: EngineConfig, executor: Executor, *, ranks: int = 1) -> None:
     """Run a short request, so that the first real one pays for nothing that happens once.
 
-    Its scheduler is thrown away: no statistics and no cached block remain.
+    Its scheduler is thrown away: no statistics and no cached block remain. All ``ranks`` that share collectives do
+    this at the same time; their votes are the same, so none need be sent.
     """
     rank = Rank(Scheduler(config), executor)
+    graphs = GraphDispatcher(config)
+    step = 0
     output = min(WARM_UP_TOKENS, config.scheduler.max_model_len - 1)
     params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
     rank.add(Request("warm-up", StoredTokens((0,)), params))
     while rank.has_work:
-        rank.step(time.monotonic())
+        rank.begin(time.monotonic())
+        rank.launch(agree([rank.vote(step, 0)] * ranks, graphs))
+        rank.finish(rank.collect(), time.monotonic())
+        step += 1
 
 
 def model_info(loaded: LoadedModel, config: EngineConfig) -> ModelInfo:

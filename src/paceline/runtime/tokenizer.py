@@ -60,11 +60,10 @@ def load_tokenizer(name: str) -> PromptTokenizer:
 
 
 def _of_gguf(name: str, path: Path) -> Tokenizer:
-    # Here, since these load what models are computed with; a folder's tokenizer needs none of it.
-    import gguf
-
-    from paceline.models.gguf import read_tokenizer
-    from paceline.models.registry import EMBEDDED, embedded_model_path
+    # Here, since a folder's tokenizer needs none of it.
+    from paceline.models.embedded import EMBEDDED, embedded_model_path
+    from paceline.models.gguf_file import GGUFFile
+    from paceline.models.gguf_tokenizer import read_tokenizer
 
     if name in EMBEDDED:
         path = embedded_model_path(name)
@@ -73,17 +72,7 @@ def _of_gguf(name: str, path: Path) -> Tokenizer:
         raise TokenizerUnavailable(
             f"{name!r} is not a known name ({known}), not a .gguf file and not a folder with a tokenizer.json"
         )
-    reader = gguf.GGUFReader(path)
-
-    def get(key: str, *default: Any) -> Any:
-        field = reader.get_field(key)
-        if field is not None:
-            return field.contents()
-        if not default:
-            raise UnsupportedModel(f"{path}: the metadata has no {key}")
-        return default[0]
-
-    return read_tokenizer(get)
+    return read_tokenizer(GGUFFile(path).get)
 
 
 def _of_folder(folder: Path) -> Tokenizer:

@@ -36,7 +36,7 @@ def begin(job: Job) -> Stream:
     job.state.admit(len(job.adds))
     job.state.metrics.asked(job.request.n)
     try:
-        return job.state.engine.add(*job.adds)
+        return job.state.engine.add(*job.adds, rank=job.rank)
     except EngineDead as error:
         raise unavailable(f"the engine is not running: {error}", RETRY_LATER_S) from None
 

@@ -36,6 +36,7 @@ class Job:
     """One HTTP request under way.
 
     ``adds`` and ``choices`` go together, prompt by prompt, ``n`` each; ``by_id`` finds a choice by its engine request.
+    ``rank``: the data-parallel rank that all of it goes to, None for any.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Job:
         self.adds: list[Add] = []
         self.choices: list[Choice] = []
         self.by_id: dict[str, Choice] = {}
+        self.rank: int | None = None
         _check(state, request, prompts)
         for prompt in prompts:
             room = state.model.max_model_len - len(prompt.ids)

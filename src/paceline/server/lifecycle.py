@@ -5,7 +5,8 @@ What ends it, and how:
 
     SIGTERM, SIGINT   readiness off and new requests refused at once; requests in flight finish; then exit
     once more         what is in flight ends in an error event; exit
-    engine dies       every open stream ends in an error event; /health and new requests answer 503 from then on
+    engine dies       every open stream ends in an error event; /health and new requests answer 503 from then on;
+                      one of several ranks takes the others along, and all their servers end with status 1
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import uvloop
 
 from paceline import __version__
 from paceline.engine.aio import AsyncEngine
-from paceline.engine.messages import ModelInfo
-from paceline.runtime.engine_process import EngineProcess
+from paceline.engine.messages import Dead, ModelInfo
+from paceline.runtime.engine_group import EngineGroup
 from paceline.runtime.frontend import load_tokenizer
 from paceline.server.app import build_app
 from paceline.server.metrics import Metrics
@@ -39,26 +40,30 @@ LAST_EVENTS_S = 2.0
 """How long streams that were cut off may take to deliver their last event."""
 LAST_OUTPUTS_S = 0.05
 """How long outputs that an engine sent before it died may still be under way."""
+LAST_ANSWERS_S = 1.0
+"""How long a server whose ranks have died says so before it ends."""
 
 Say = Callable[[str], None]
 
 
-def run(options: ServeOptions, listener: socket.socket, process: EngineProcess, say: Say, began: float) -> int:
-    """Serve on ``listener`` with the engine of ``process``; returns the exit status when drained."""
-    model = process.wait_ready()
+def run(options: ServeOptions, listener: socket.socket, engines: EngineGroup, say: Say, began: float) -> int:
+    """Serve on ``listener`` with ``engines``; returns the exit status when drained."""
+    if engines.awaited:
+        say(f"waiting for {engines.awaited} ranks of other machines at {engines.front}")
+    model = engines.wait_ready()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status = runner.run(_serve(options, listener, process, model, say, began))
-    process.stop()
+        status = runner.run(_serve(options, listener, engines, model, say, began))
+    engines.stop()
     return status
 
 
 async def _serve(
-    options: ServeOptions, listener: socket.socket, process: EngineProcess, model: ModelInfo, say: Say, began: float
+    options: ServeOptions, listener: socket.socket, engines: EngineGroup, model: ModelInfo, say: Say, began: float
 ) -> int:
     names = options.names or (model.name,)
-    metrics = Metrics(names[0], model)
-    engine = AsyncEngine(process.inbox, process.outbox, metrics)
-    metrics.snapshot = lambda: engine.snapshot
+    metrics = Metrics(names[0], model, len(engines), engines.first_rank)
+    engine = AsyncEngine(engines.inboxes, engines.outbox, metrics, size=engines.size, first_rank=engines.first_rank)
+    metrics.snapshots = lambda: engine.snapshots
     state = ServerState(
         engine=engine,
         tokenizer=load_tokenizer(model),
@@ -70,7 +75,7 @@ async def _serve(
         stream_interval=options.stream_interval,
     )
     engine.start()
-    _watch(process, engine, state, say)
+    _watch(engines, engine, state)
     config = uvicorn.Config(
         build_app(state),
         http="httptools",
@@ -86,6 +91,15 @@ async def _serve(
     )
     server = DrainingServer(config, state, options.shutdown_timeout_s, say)
     server.on_ready = lambda: say(banner(options, listener, model, names, time.monotonic() - began))
+
+    def failed(reason: str) -> None:
+        if engines.size > 1:
+            engines.kill_all()
+            server.end_soon(reason)
+        elif not state.draining:
+            say(f"{reason}; answering 503 from now on. Restart the server.")
+
+    engine.on_failure = failed
     # What has been built lasts as long as the process: the collector need not look at it again.
     gc.collect()
     gc.freeze()
@@ -93,25 +107,26 @@ async def _serve(
         await server.serve([listener])
     finally:
         engine.close()
-    return 0 if engine.dead is None or state.draining else 1
+    # One engine alone is replaced by whoever saw /health and sent the signal.
+    return 1 if engine.failed and (engines.size > 1 or not state.draining) else 0
 
 
-def _watch(process: EngineProcess, engine: AsyncEngine, state: ServerState, say: Say) -> None:
-    """Fail what is open when the engine's process ends, however it does."""
+def _watch(engines: EngineGroup, engine: AsyncEngine, state: ServerState) -> None:
+    """Fail what is open when an engine's process ends, however it does."""
     loop = asyncio.get_running_loop()
 
-    def fail() -> None:
-        if engine.dead is None:
-            engine.fail(process.epitaph())
-        if not state.draining:
-            say(f"{engine.dead}; answering 503 from now on. Restart the server.")
+    def ended(rank: int) -> None:
+        def lose() -> None:
+            if state.draining and engines.ended_in_order(rank):
+                # The group has stopped, since a server of it was told to; nobody had work left.
+                engine.fail("the server is shutting down")
+            engine.lose(Dead(engines.epitaph(rank), rank=rank))
 
-    def ended() -> None:
         # The loop may have ended first: then nobody is left to be told.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(loop.call_later, LAST_OUTPUTS_S, fail)
+            loop.call_soon_threadsafe(loop.call_later, LAST_OUTPUTS_S, lose)
 
-    process.watch(ended)
+    engines.watch(ended)
 
 
 class DrainingServer(uvicorn.Server):
@@ -145,6 +160,16 @@ class DrainingServer(uvicorn.Server):
             self._say(f"shutting down: {self._state.in_flight} requests may finish; a second signal ends them")
         self._draining = asyncio.create_task(self._drain())
 
+    def end_soon(self, reason: str) -> None:
+        """The engine is gone for good: say so for a moment, then end."""
+        self._say(f"{reason}; answering 503 for {LAST_ANSWERS_S:g} s, then ending")
+        self._loop.call_later(LAST_ANSWERS_S, self._end)
+
+    def _end(self) -> None:
+        # Whoever has not taken its last event by now does not read.
+        self.force_exit = bool(self._state.in_flight)
+        self.should_exit = True
+
     async def _drain(self) -> None:
         began, limit = time.monotonic(), self._timeout_s
         while self._state.in_flight and not self._hurry:
@@ -170,9 +195,11 @@ def banner(
     tokens = (model.num_blocks - 1) * model.block_size
     drafts = model.num_speculative_tokens
     key = " -H 'Authorization: Bearer KEY'" if options.api_keys else ""
+    ranks = options.data_parallel_size
     lines = [
         f"paceline {__version__} is ready at {url} ({seconds:.1f} s)",
         f"  model      {', '.join(names)} ({model.dtype}), up to {model.max_model_len} tokens a request",
+        *([f"  ranks      {ranks}, each with a KV cache and a queue of its own"] if ranks > 1 else []),
         f"  KV cache   {tokens} tokens in blocks of {model.block_size},"
         f" prefix caching {'on' if model.enable_prefix_caching else 'off'}",
         f"  drafts     {f'{drafts} a step' if drafts else 'off'}",

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics under the names that dashboards for vLLM read.
 
-Gauges and the scheduler's totals are read from the engine's last snapshot when scraped. Latencies and token counts
+Gauges and the schedulers' totals are read from each engine's last snapshot when scraped. Latencies and token counts
 are taken where the user sees them: at the front, when the engine's message arrives. Times are in seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.gc_collector import GCCollector
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from paceline.engine.aio import Tracked
+from paceline.engine.line import WAIT_BOUNDS_S
 from paceline.engine.messages import ModelInfo, Snapshot, Update
 
 TTFT_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -28,6 +29,8 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES = (1, 2, 5, 10, 20, 50, 100)
 LABELS = ("model_name", "engine")
 FINISHED_REASONS = ("stop", "length", "abort", "error")
+GRAPH_MODES = ("NONE", "FULL")
+"""In the order of their numbers in `core.graphs`."""
 
 _TOTALS: tuple[tuple[str, str, Callable[[Snapshot], int]], ...] = (
     ("vllm:num_preemptions", "Times a running request was sent back to the queue.", lambda s: s.preemptions),
@@ -37,13 +40,22 @@ _TOTALS: tuple[tuple[str, str, Callable[[Snapshot], int]], ...] = (
     ("vllm:spec_decode_num_drafts", "Verifications that carried a draft.", lambda s: s.num_drafts),
     ("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", lambda s: s.num_draft_tokens),
     ("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda s: s.num_accepted_tokens),
-    ("paceline:steps", "Steps with rows.", lambda s: s.busy_steps),
+    ("paceline:busy_steps", "Steps with rows.", lambda s: s.busy_steps),
     ("paceline:uniform_steps", "Steps whose rows all had the verifier's width.", lambda s: s.uniform_steps),
+    ("paceline:kv_load_failures", "KV loads that failed or missed their deadline.", lambda s: s.load_failures),
+    ("paceline:idle_rank_admissions", "Requests that came when their rank had no other.", lambda s: s.idle_admissions),
+    ("paceline:graph_padding_tokens", "Inert tokens that filled FULL steps.", lambda s: s.graph_padding_tokens),
+    ("paceline:late_transfers", "Transfer reports for nobody, too late or twice.", lambda s: s.late_transfers),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ("vllm:num_requests_running", "Requests in the running batch.", lambda s: s.running),
     ("vllm:num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
     ("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", lambda s: s.kv_usage),
+    (
+        "paceline:quarantined_blocks",
+        "KV blocks that a transfer past its deadline may still write to or read.",
+        lambda s: s.quarantined_blocks,
+    ),
 )
 
 
@@ -56,50 +68,84 @@ def powers_1_2_5(limit: int) -> list[float]:
     return buckets
 
 
-class _FromSnapshot(Collector):
-    """What the engine counts, read when scraped."""
+_FAMILIES: tuple[tuple[str, str, str, Callable[[Snapshot], Iterable[tuple[str, float]]]], ...] = (
+    (
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Draft tokens accepted, by position.",
+        "position",
+        lambda s: [(str(i), count) for i, count in enumerate(s.num_accepted_tokens_per_pos)],
+    ),
+    (
+        "paceline:uniformity_miss",
+        "Steps that were not uniform, by reason.",
+        "reason",
+        lambda s: sorted(s.misses.items()),
+    ),
+    (
+        "paceline:steps",
+        "Steps with rows that were executed, by graph mode.",
+        "mode",
+        lambda s: zip(GRAPH_MODES, s.steps_by_mode, strict=True),
+    ),
+    (
+        "paceline:dummy_steps",
+        "Steps that were executed without rows since other ranks had some, by graph mode.",
+        "mode",
+        lambda s: zip(GRAPH_MODES, s.dummies_by_mode, strict=True),
+    ),
+)
 
-    def __init__(self, snapshot: Callable[[], Snapshot], labels: Sequence[str]) -> None:
-        self._snapshot = snapshot
+
+class _FromSnapshots(Collector):
+    """What the engines count, read when scraped. ``labels``: by rank."""
+
+    def __init__(self, snapshots: Callable[[], Sequence[Snapshot]], labels: Sequence[tuple[str, str]]) -> None:
+        self._snapshots = snapshots
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
-        s, labels = self._snapshot(), self._labels
+        each = list(zip(self._labels, self._snapshots(), strict=True))
         for name, text, value in _GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
-            gauge.add_metric(labels, value(s))
+            for labels, s in each:
+                gauge.add_metric(labels, value(s))
             yield gauge
         for name, text, total in _TOTALS:
             counter = CounterMetricFamily(name, text, labels=LABELS)
-            counter.add_metric(labels, total(s))
+            for labels, s in each:
+                counter.add_metric(labels, total(s))
             yield counter
-        by_position = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by position.",
-            labels=(*LABELS, "position"),
+        for name, text, label, parts in _FAMILIES:
+            counter = CounterMetricFamily(name, text, labels=(*LABELS, label))
+            for labels, s in each:
+                for part, count in parts(s):
+                    counter.add_metric((*labels, part), count)
+            yield counter
+        waits = HistogramMetricFamily(
+            "paceline:barrier_wait_seconds", "How long a step's vote waited for the other ranks.", labels=LABELS
         )
-        for position, count in enumerate(s.num_accepted_tokens_per_pos):
-            by_position.add_metric((*labels, str(position)), count)
-        yield by_position
-        misses = CounterMetricFamily(
-            "paceline:step_misses", "Steps that were not uniform, by reason.", labels=(*LABELS, "reason")
-        )
-        for reason, count in sorted(s.misses.items()):
-            misses.add_metric((*labels, reason), count)
-        yield misses
+        for labels, s in each:
+            if s.barrier_wait_buckets:
+                ends = [*map(str, WAIT_BOUNDS_S), "+Inf"]
+                counts = accumulate(s.barrier_wait_buckets)
+                waits.add_metric(labels, list(zip(ends, counts, strict=True)), s.barrier_wait_s)
+        yield waits
 
 
 class Metrics:
-    """All metrics of one server; an `Observer` of its engine."""
+    """All metrics of one server; an `Observer` of its engines, whose ranks are the label ``engine``.
 
-    def __init__(self, model_name: str, model: ModelInfo) -> None:
+    What is refused or asked at the door counts for the first of them.
+    """
+
+    def __init__(self, model_name: str, model: ModelInfo, ranks: int = 1, first_rank: int = 0) -> None:
         self.registry = CollectorRegistry()
-        self._labels = (model_name, "0")
-        self.snapshot: Callable[[], Snapshot] = Snapshot
+        self._labels = [(model_name, str(first_rank + i)) for i in range(ranks)]
+        self.snapshots: Callable[[], Sequence[Snapshot]] = lambda: [Snapshot()] * ranks
         GCCollector(self.registry)
         PlatformCollector(self.registry)
         ProcessCollector(registry=self.registry)
-        self.registry.register(_FromSnapshot(lambda: self.snapshot(), self._labels))
+        self.registry.register(_FromSnapshots(lambda: self.snapshots(), self._labels))
         lengths = powers_1_2_5(model.max_model_len)
         histogram, counter = self._histogram, self._counter
         self._ttft = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", TTFT_S)
@@ -129,14 +175,14 @@ class Metrics:
             (*LABELS, "finished_reason"),
             registry=self.registry,
         )
-        self._ended = {reason: ended.labels(*self._labels, reason) for reason in FINISHED_REASONS}
+        self._ended = [{r: ended.labels(*labels, r) for r in FINISHED_REASONS} for labels in self._labels]
         rejections = Counter(
             "vllm:admission_rejections",
             "Requests refused at the door, by reason.",
             (*LABELS, "reason"),
             registry=self.registry,
         )
-        self._rejected = rejections.labels(*self._labels, "max_num_queued_reqs")
+        self._rejected = rejections.labels(*self._labels[0], "max_num_queued_reqs")
         self._describe_cache(model)
 
     def rejected(self) -> None:
@@ -145,7 +191,7 @@ class Metrics:
 
     def asked(self, n: int) -> None:
         """A request for ``n`` choices per prompt came in."""
-        self._n.observe(n)
+        self._n[0].observe(n)
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
@@ -156,44 +202,49 @@ class Metrics:
     def step(self, update: Update) -> None:
         """A step's message came."""
         if update.tokens:
-            self._step_tokens.observe(update.tokens)
+            self._step_tokens[update.rank].observe(update.tokens)
 
     def output(self, request: Tracked, tokens: int, now: float) -> None:
         """A request gained ``tokens``; its times are those before."""
-        self._generation_tokens.inc(tokens)
+        rank = request.rank
+        self._generation_tokens[rank].inc(tokens)
         if request.first is None:
-            self._prompt_tokens.inc(len(request.add.prompt_token_ids))
-            self._ttft.observe(now - request.add.arrival)
+            self._prompt_tokens[rank].inc(len(request.add.prompt_token_ids))
+            self._ttft[rank].observe(now - request.add.arrival)
         else:
             assert request.last is not None
-            self._itl.observe(now - request.last)
+            self._itl[rank].observe(now - request.last)
 
     def end(self, request: Tracked, reason: str, now: float) -> None:
         """A request ended. Only whole ones tell how long a request takes."""
-        self._ended[reason].inc()
+        rank = request.rank
+        self._ended[rank][reason].inc()
         if request.scheduled is not None:
-            self._queue.observe(max(0.0, request.scheduled - request.add.arrival))
+            self._queue[rank].observe(max(0.0, request.scheduled - request.add.arrival))
         if reason not in ("stop", "length"):
             return
-        self._e2e.observe(now - request.add.arrival)
-        self._prompt_lengths.observe(len(request.add.prompt_token_ids))
-        self._output_lengths.observe(request.num_output)
-        self._max_tokens.observe(request.add.params.max_tokens)
+        self._e2e[rank].observe(now - request.add.arrival)
+        self._prompt_lengths[rank].observe(len(request.add.prompt_token_ids))
+        self._output_lengths[rank].observe(request.num_output)
+        self._max_tokens[rank].observe(request.add.params.max_tokens)
         if request.scheduled is None or request.first is None or request.last is None:
             return
         decode_s = request.last - request.first
-        self._prefill.observe(request.first - request.scheduled)
-        self._decode.observe(decode_s)
-        self._inference.observe(request.last - request.scheduled)
+        self._prefill[rank].observe(request.first - request.scheduled)
+        self._decode[rank].observe(decode_s)
+        self._inference[rank].observe(request.last - request.scheduled)
         if request.num_output > 1:
-            self._tpot.observe(decode_s / (request.num_output - 1))
+            self._tpot[rank].observe(decode_s / (request.num_output - 1))
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Any:
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> list[Histogram]:
+        """By rank."""
         histogram = Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
-        return histogram.labels(*self._labels)
+        return [histogram.labels(*labels) for labels in self._labels]
 
-    def _counter(self, name: str, text: str) -> Any:
-        return Counter(name, text, LABELS, registry=self.registry).labels(*self._labels)
+    def _counter(self, name: str, text: str) -> list[Counter]:
+        """By rank."""
+        counter = Counter(name, text, LABELS, registry=self.registry)
+        return [counter.labels(*labels) for labels in self._labels]
 
     def _describe_cache(self, model: ModelInfo) -> None:
         facts = {
@@ -202,4 +253,5 @@ class Metrics:
             "enable_prefix_caching": str(model.enable_prefix_caching),
         }
         gauge = Gauge("vllm:cache_config_info", "The KV cache.", (*LABELS, *facts), registry=self.registry)
-        gauge.labels(*self._labels, *facts.values()).set(1)
+        for labels in self._labels:
+            gauge.labels(*labels, *facts.values()).set(1)

@@ -147,6 +147,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     parent: str | None = None
     max_model_len: int
+    vocab_size: int
 
 
 class ModelList(msgspec.Struct, kw_only=True):

@@ -112,16 +112,31 @@ async def chat(request: Request) -> Response:
 
 
 async def _answer(request: Request, job: Job, form: Format) -> Response:
+    job.rank = _rank(request)
     if job.request.stream:
         return EventStream(job, form, begin(job))
     return await whole(job, form, request.receive)
 
 
 def _response_id(prefix: str, request: Request, body: Sampled) -> str:
-    rank = request.headers.get(RANK_HEADER)
-    if rank is not None and rank != "0":
-        raise bad_request("X-Data-Parallel-Rank", f"must be 0, since this server has one rank; got {rank!r}")
     return new_id(prefix, body.request_id or request.headers.get("x-request-id"))
+
+
+def _rank(request: Request) -> int | None:
+    """The data-parallel rank that the client asks for, if it does.
+
+    Raises:
+        ApiError: 400: this server has no such rank.
+    """
+    given = request.headers.get(RANK_HEADER)
+    if given is None:
+        return None
+    ranks = state_of(request).engine.num_ranks
+    text = given.strip()
+    if not (text.isascii() and text.isdigit() and int(text) < ranks):
+        allowed = "0, since this server has one rank" if ranks == 1 else f"a rank from 0 to {ranks - 1}"
+        raise bad_request("X-Data-Parallel-Rank", f"must be {allowed}; got {given!r}")
+    return int(text)
 
 
 async def _prompts(state: ServerState, body: CompletionRequest) -> list[Prompt]:
@@ -194,7 +209,13 @@ async def detokenize(request: Request) -> Response:
 
 def _cards(state: ServerState) -> list[ModelCard]:
     return [
-        ModelCard(id=name, created=state.created, root=state.model.name, max_model_len=state.model.max_model_len)
+        ModelCard(
+            id=name,
+            created=state.created,
+            root=state.model.name,
+            max_model_len=state.model.max_model_len,
+            vocab_size=state.model.vocab_size,
+        )
         for name in state.names
     ]
 

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole server: starts the engine's process, serves until told to end, and leaves nothing behind."""
+"""A whole server: starts the engines' processes, serves until told to end, and leaves nothing behind."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
-from paceline.runtime.engine_process import EngineProcess
+from paceline.runtime.engine_group import EngineGroup
+from paceline.runtime.ray_group import RayGroup
 
 MODEL_FACTORY = "paceline.runtime.serving:build_engine"
+ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class AddressInUse(OSError):
@@ -25,7 +28,8 @@ class ServeOptions:
     """How to serve. ``port`` 0: any free one. ``engine``: options of ``factory``, as plain JSON data.
 
     ``names``: under which the model is served; its own if there are none. ``shutdown_timeout_s``: how long requests
-    in flight may take to finish after a signal; None: as long as they need.
+    in flight may take to finish after a signal; None: as long as they need. ``data_parallel_size``: engine processes
+    among which requests are shared out; ``data_parallel_backend``: whether this machine runs them, or a Ray cluster.
     """
 
     engine: Mapping[str, Any]
@@ -37,6 +41,8 @@ class ServeOptions:
     max_num_queued_reqs: int | None = None
     stream_interval: int = 1
     shutdown_timeout_s: float | None = None
+    data_parallel_size: int = 1
+    data_parallel_backend: Literal["mp", "ray"] = "mp"
 
 
 def serve(options: ServeOptions, say: Callable[[str], None]) -> int:
@@ -51,17 +57,39 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> int:
     listener = bind(options.host, options.port)
     # Until the server takes this over, the signal that ends it must not leave an engine behind.
     signal.signal(signal.SIGTERM, _leave)
-    # The engine loads while this process imports what it needs for itself.
-    process = EngineProcess(options.factory, options.engine)
+    engines = None
     try:
+        with _signals_held():
+            # The engines load while this process imports what it needs for itself.
+            group = EngineGroup if options.data_parallel_backend == "mp" else RayGroup
+            engines = group(options.factory, options.engine, options.data_parallel_size)
         from paceline.server.lifecycle import run
 
-        return run(options, listener, process, say, began)
+        return run(options, listener, engines, say, began)
     except BaseException:
-        process.kill()
+        if engines is not None:
+            engines.kill()
         raise
     finally:
         listener.close()
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """A signal that ends the server takes effect at the end of the block: a process that is being started is held by
+    nobody yet, and would stay behind.
+
+    Not by a mask: another thread that does not block the signal would take it, and it would be raised here at once.
+    """
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for late in came:
+        signal.raise_signal(late)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

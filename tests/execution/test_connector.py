@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connector's worker half in the executor: KV that was moved is KV, and KV that was not is an error of its row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.connectors.decode_bench.scheduler import DecodeBenchScheduler, Fill
+from paceline.connectors.decode_bench.worker import DecodeBenchWorker
+from paceline.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from paceline.core.plan import StepOutput
+from paceline.core.request import Request, SamplingParams, StoredTokens
+from paceline.core.scheduler import Scheduler
+from paceline.engine.rank import Rank
+from paceline.execution.runner import ModelExecutor
+from paceline.models.llama import Llama
+
+BLOCK_SIZE = 4
+PROMPTS = {"a": [(5 * i * i + 3) % 64 for i in range(30)], "b": [(3 * i + 1) % 64 for i in range(21)]}
+COUNT = 10
+
+
+class Engine:
+    """A rank with a real model, and what came out of it."""
+
+    def __init__(self, model: Llama, worker: Any = None, *, policy: Any = "fail", num_blocks: int = 60) -> None:
+        config = EngineConfig(
+            scheduler=SchedulerConfig(max_model_len=64, load_failure_policy=policy),
+            cache=CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, enable_prefix_caching=False),
+        )
+        self.executor = ModelExecutor(model, config, connector=worker)
+        self.scheduler = Scheduler(config, None if worker is None else DecodeBenchScheduler(BLOCK_SIZE))
+        self.rank = Rank(self.scheduler, self.executor)
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, StepOutput] = {}
+        self.requests: dict[str, Request] = {}
+
+    def add(self, name: str, max_tokens: int = COUNT) -> Request:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        request = self.requests[name] = Request(name, StoredTokens(PROMPTS[name]), params)
+        self.rank.add(request)
+        self.tokens[name] = []
+        return request
+
+    def step(self) -> None:
+        for output in self.rank.step(0.0):
+            self.tokens[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                self.ended[output.request_id] = output
+
+    def run(self) -> None:
+        for _ in range(200):
+            if not self.rank.has_work:
+                return
+            self.step()
+        raise AssertionError("does not come to an end")
+
+
+class Courier(DecodeBenchWorker):
+    """Brings the KV that another engine has computed, in place of made-up numbers; what is in ``lost`` stays away."""
+
+    def __init__(self, source: dict[int, tuple[list[Tensor], list[int]]], lost: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.source = source
+        self.lost = lost
+        self.bad: set[int] = set()
+        self.calls: list[str] = []
+
+    def start_load_kv(self, meta: Sequence[Fill]) -> None:
+        self.calls.append("load")
+        for fill in meta:
+            layers, table = self.source[fill.seq]
+            for index, (theirs, ours) in enumerate(zip(table, fill.blocks[0], strict=False)):
+                for layer, other in zip(self._groups[0], layers, strict=True):
+                    layer[ours] = float("nan") if index in self.lost else other[theirs]
+                if index in self.lost:
+                    self.bad.add(ours)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        self.calls.append(f"wait {layer}")
+
+    def save_kv_layer(self, layer: int, cache: Tensor) -> None:
+        self.calls.append(f"save {layer}")
+
+    def wait_for_save(self) -> None:
+        self.calls.append("saved")
+
+    def handle_preemptions(self, seqs: Sequence[int]) -> None:
+        self.calls.append(f"preempted {list(seqs)}")
+
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        bad, self.bad = frozenset(self.bad), set()
+        return bad
+
+
+@pytest.fixture
+def computed(model: Llama) -> tuple[dict[str, list[int]], dict[int, tuple[list[Tensor], list[int]]]]:
+    """Tokens of every prompt from an engine without a connector, and the KV of the prompts, by sequence number."""
+    engine = Engine(model)
+    tables = {}
+    for name in PROMPTS:
+        engine.add(name)
+    engine.step()
+    for i, name in enumerate(PROMPTS):
+        tables[i] = ([layer.clone() for layer in engine.executor.cache.layers], list(engine.requests[name].tables[0]))
+    engine.run()
+    return engine.tokens, tables
+
+
+def test_decoding_goes_on_from_moved_kv_as_if_it_had_been_computed_here(model: Llama, computed: Any) -> None:
+    tokens, source = computed
+    engine = Engine(model, courier := Courier(source))
+    for name in PROMPTS:
+        engine.add(name)
+    engine.step()
+    assert [engine.requests[n].computed for n in PROMPTS] == [len(p) for p in PROMPTS.values()]
+    assert courier.calls == ["load", "wait 0", "save 0", "wait 1", "save 1", "saved"]
+    engine.run()
+    assert engine.tokens == tokens
+    assert courier.calls.count("load") == 1
+
+
+@pytest.mark.parametrize("lost", [[0], [3], [2, 4]])
+def test_L11_a_load_that_fails_is_an_error_of_its_request_after_a_step_that_is_right_for_the_others(
+    model: Llama, computed: Any, lost: list[int]
+) -> None:
+    tokens, source = computed
+    engine = Engine(model, Courier(source, lost))
+    engine.add("a")
+    engine.step()
+    assert engine.ended["a"].finish_reason == "error"
+    assert "could not be loaded" in (engine.ended["a"].error or "")
+    assert engine.tokens["a"] == []
+    assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.num_usable
+    engine = Engine(model, courier := Courier(source))
+    engine.add("a")
+    engine.step()
+    courier.lost = lost
+    engine.add("b")
+    engine.run()
+    assert engine.ended["b"].finish_reason == "error"
+    assert engine.tokens["a"] == tokens["a"], "its peer in the step was not touched"
+
+
+def test_a_preempted_request_is_told_before_its_blocks_are_used_again(model: Llama, computed: Any) -> None:
+    _, source = computed
+    engine = Engine(model, courier := Courier(source))
+    request = engine.add("a")
+    engine.step()
+    engine.scheduler.preempt("a")
+    engine.step()
+    assert courier.calls.index(f"preempted {[request.seq]}") < len(courier.calls) - 1 - courier.calls[::-1].index(
+        "load"
+    )
+
+
+@pytest.mark.parametrize("std", [0.0, 0.05])
+def test_decode_bench_lets_every_request_decode_from_its_first_step(model: Llama, std: float) -> None:
+    engine = Engine(model, DecodeBenchWorker(0.015, std))
+    engine.add("a")
+    engine.step()
+    table = engine.requests["a"].tables[0]
+    filled = engine.executor.cache.layers[0][table[: len(PROMPTS["a"]) // BLOCK_SIZE]]
+    assert filled.mean().item() == pytest.approx(0.015, abs=0.01)
+    assert (filled == 0.015).all() == (std == 0.0)
+    assert len(engine.tokens["a"]) == 1
+    engine.run()
+    assert engine.ended["a"].finish_reason == "length"
+    assert len(engine.tokens["a"]) == COUNT
+
+
+def test_a_plan_with_loads_needs_an_executor_with_a_connector(model: Llama) -> None:
+    engine = Engine(model)
+    engine.scheduler.connector = DecodeBenchScheduler(BLOCK_SIZE)
+    engine.add("a")
+    with pytest.raises(RuntimeError, match="no connector"):
+        engine.step()
+
+
+def test_finite_blocks_are_all_that_anybody_reads(model: Llama) -> None:
+    """Blocks of a failed load are handed to the next request, whose tokens are right."""
+    engine = Engine(model, num_blocks=20)
+    engine.add("b")
+    engine.run()
+    right = engine.tokens["b"]
+    source = {0: ([torch.zeros_like(layer) for layer in engine.executor.cache.layers], list(range(1, 20)))}
+    engine = Engine(model, Courier(source, [1]), num_blocks=20)
+    engine.add("a")
+    engine.run()
+    engine.scheduler.connector = None
+    engine.add("b")
+    engine.run()
+    assert engine.tokens["b"] == right
