@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = "engine,serve,test"
+EXTRAS = "engine,serve,ray,test"
 NETWORK = ("connection", "name resolution", "Name or service not known", "timed out", "ProxyError", "SSLError")
 """What pip's log says where the index cannot be reached; it then goes on to report that no version was found."""
 SHOWN_LOG_LINES = 15
@@ -102,10 +102,12 @@ def check(venv: Path, log: Path) -> None:
 
 
 def compile_kernels(venv: Path, log: Path) -> None:
-    """Let the model answer once with and without drafts, so that what is compiled on first use is compiled here."""
+    """Compile what would be compiled on first use, and let the model answer once, with and without drafts."""
     say("compiling the model's kernels, once for this machine: it answers a first prompt")
     program = (
         "from paceline import LLM, SamplingParams\n"
+        "from paceline.models.fused import compile_all\n"
+        "compile_all()\n"
         "short = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)\n"
         "llm = LLM('smollm2')\n"
         "for drafts in (None, {'method': 'ngram', 'num_speculative_tokens': 3}):\n"

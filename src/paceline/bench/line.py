@@ -48,10 +48,10 @@ class LineOptions:
     quantization: str = "int8"
     max_num_seqs: int = 8
     acceptance: tuple[float, ...] = ACCEPTANCE
-    request_rates: tuple[float, ...] = (0.25, 0.5, 1.0)
-    num_prompts: int = 60
+    request_rates: tuple[float, ...] = (1.0, 2.0, 4.0)
+    num_prompts: int = 120
     input_len: int = 256
-    output_len: int = 64
+    output_len: int = 32
     range_ratio: float = 0.5
     block_size: int = 16
     profile_concurrency: tuple[int, ...] = (1, 2, 4, 8)

@@ -40,10 +40,10 @@ def line(
         Literal["int8", "none"], Parameter(help="Of the products' weights; none: in the dtype they are stored in.")
     ] = "int8",
     max_num_seqs: Annotated[int, Parameter(converter=integer, help="Requests that run on a rank at once.")] = 8,
-    request_rates: Annotated[str, Parameter(help="Arrivals per second, swept.")] = "0.25,0.5,1",
-    num_prompts: Annotated[int, Parameter(converter=integer, help="Requests at each rate.")] = 60,
+    request_rates: Annotated[str, Parameter(help="Arrivals per second, swept.")] = "1,2,4",
+    num_prompts: Annotated[int, Parameter(converter=integer, help="Requests at each rate.")] = 120,
     input_len: Annotated[int, Parameter(converter=integer, help="Prompt tokens, spread by 50%.")] = 256,
-    output_len: Annotated[int, Parameter(converter=integer, help="Output tokens, spread by 50%.")] = 64,
+    output_len: Annotated[int, Parameter(converter=integer, help="Output tokens, spread by 50%.")] = 32,
     seed: Annotated[int, Parameter(converter=integer, help="Of lengths and arrivals.")] = 300,
     profile: Annotated[
         bool, Parameter(help="Measure what a step costs, and simulate the same load with these costs.")

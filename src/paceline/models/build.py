@@ -9,7 +9,7 @@ from paceline.models.experts import ExpertExchange
 from paceline.models.fused import FusedLlama
 from paceline.models.llama import GetTensor, Llama
 from paceline.models.spec import LlamaConfig, resolve_dtype, resolve_quantization
-from paceline.models.static_weights import SharedLinear
+from paceline.models.static_general import Int8Mixture
 
 
 def build_model(
@@ -23,8 +23,8 @@ def build_model(
     """A model from ``get``, whose weights are stored as ``stored``, an integer type if quantised.
 
     float32 runs in plain torch, as a reference does; bfloat16 and int8 run on the fused path. A mixture of experts runs
-    in plain torch too, but for products in int8, and its experts are spread over the ranks of ``parallel`` (None: one
-    rank holds them all).
+    in plain torch too unless it is in int8, and its experts are spread over the ranks of ``parallel`` (None: one rank
+    holds them all).
 
     Raises:
         UnsupportedModel: a weight's shape contradicts the configuration.
@@ -33,7 +33,9 @@ def build_model(
     chosen = resolve_dtype(dtype, stored)
     int8 = resolve_quantization(quantization, dtype, stored) == "int8"
     if config.experts is not None:
-        return _int8_mixture(config, get, parallel) if int8 else Llama(config, chosen, _in(chosen, get), parallel)
+        if int8:
+            return Int8Mixture(config, _in(torch.float32, get), parallel)
+        return Llama(config, chosen, _in(chosen, get), parallel)
     if int8:
         return FusedLlama(config, get, int8=True)
     if chosen == torch.bfloat16:
@@ -43,16 +45,3 @@ def build_model(
 
 def _in(dtype: torch.dtype, get: GetTensor) -> GetTensor:
     return lambda weight: get(weight).to(dtype)
-
-
-def _int8_mixture(config: LlamaConfig, get: GetTensor, parallel: ExpertExchange | None) -> Llama:
-    """Products on int8 weights and activations, the rest in float32, the KV cache in bfloat16."""
-    model = Llama(
-        config,
-        torch.bfloat16,
-        _in(torch.float32, get),
-        parallel,
-        SharedLinear,
-    )
-    model.quantization = "int8"
-    return model

@@ -44,7 +44,7 @@ TILE_ROWS = 11 if "avx512f" in FEATURES else 3
 """Rows of a product computed together: as many as leave room in the vector and address registers."""
 
 
-_SOURCES = ("codegen", "decoder", "kernels", "paged", "products", "team")
+_SOURCES = ("codegen", "decoder", "kernels", "paged", "products", "static_kernels", "team")
 _STAMP = sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in _SOURCES)).hexdigest()
 
 

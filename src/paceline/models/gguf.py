@@ -132,9 +132,7 @@ def read_config(
     )
 
 
-def _rope_scaling(
-    name: str, get: Callable[..., Any], tensor: Callable[[str], FloatArray] | None
-) -> RopeScaling | None:
+def _rope_scaling(name: str, get: Callable[..., Any], tensor: Callable[[str], FloatArray] | None) -> RopeScaling | None:
     kind = get(f"{name}.rope.scaling.type", "none")
     if kind == "linear":
         return RopeScaling("linear", factor=get(f"{name}.rope.scaling.factor"))

@@ -96,10 +96,9 @@ class _Layer:
 
 
 class StaticMixture:
-    """Runs decode steps of a model as its own `forward` would, but for a float's last bits.
+    """Runs decode steps of a model as its own `forward` would, bit for bit: see `static_general`.
 
-    Products, attention and cache are the same code; norms, router and activation add up in another order than torch
-    does. Results are views of buffers that the next step overwrites. No weight is held twice.
+    Results are views of buffers that the next step overwrites. No weight is held twice.
     """
 
     def __init__(self, model: Llama, cache: Array, limits: StaticLimits) -> None:
@@ -163,7 +162,7 @@ class StaticMixture:
         attend = opened if around is None else around(opened)
         for i, layer in enumerate(self._layers):
             attend(i, _NONE, _NONE, _NONE)
-            added = self._close(layer, plan.routed).numpy()
+            added = self._close(layer, plan.routed, plan.rows[-1]).numpy()
         kernels.final_norm(plan.rows[0], added, self._final_norm, c.rms_norm_eps, plan.hidden.numpy())
         if taps is not None:
             taps.states.extend(plan.tapped)
@@ -196,25 +195,19 @@ class StaticMixture:
         tiles[:, 2] = every[tiles[:, 1]]
         return plan
 
-    def _close(self, layer: _Layer, routed: Routed) -> Tensor:
-        """What the mixture, or the MLP in its place, adds to the residual stream."""
+    def _close(self, layer: _Layer, routed: Routed, gates: Array) -> Tensor:
+        """What the mixture, or the MLP in its place, adds to the residual stream; ``gates``: a shared expert's."""
         if layer.mixture is None:
             assert layer.every is not None
-            return self._run(layer.every, routed.hidden, self._all(len(routed.hidden)))
+            return self._run(layer.every, routed.hidden, (self._zeros[: len(gates)], self._ones[: len(gates)]))
         inert = self._exchange.inert
         if inert is not None:
             routed.experts.masked_fill_(inert[:, None], self._experts.num_experts)
         out = self._mix(layer, layer.mixture, routed)
         if layer.mixture.shared is not None:
             assert layer.every is not None
-            gates = torch.sigmoid(routed.hidden @ layer.mixture.shared.gate.t())
-            experts, _ = self._all(len(gates))
-            out = out + self._run(layer.every, routed.hidden, (experts, gates.numpy()))
+            out = out + self._run(layer.every, routed.hidden, (self._zeros[: len(gates)], gates))
         return out
-
-    def _all(self, count: int) -> tuple[Array, Array]:
-        """A choice of the only expert for each of ``count`` tokens, and its weight, 1."""
-        return self._zeros[:count], self._ones[:count]
 
     def _mix(self, layer: _Layer, mixture: Mixture, routed: Routed) -> Tensor:
         """The weighted sums of experts on all ranks for this one's tokens."""
@@ -243,7 +236,7 @@ class StaticMixture:
         tap = self._limits.taps.index(index) if index in self._limits.taps else -1
         mixture = layer.experts if isinstance(layer.experts, Mixture) else None
         own = every = None
-        router = np.empty((0, c.hidden_size), dtype=np.float32)
+        router = gate = np.empty((0, c.hidden_size), dtype=np.float32)
         if mixture is None:
             every = self._place("every", 0, c.intermediate_size, [layer.gate_up], [layer.down])
         else:
@@ -252,9 +245,10 @@ class StaticMixture:
                 inner = self._experts.intermediate_size
                 own = self._place("own", mixture.own.start, inner, mixture.gate_up, mixture.down)
             if mixture.shared is not None:
+                gate = mixture.shared.gate.numpy()
                 inner = self._experts.shared_intermediate_size
                 every = self._place("every", 0, inner, [mixture.shared.gate_up], [mixture.shared.down])
-        return _Layer((layer.qkv.arrays, layer.o.arrays, router), tap, mixture, own, every)
+        return _Layer((layer.qkv.arrays, layer.o.arrays, router, gate), tap, mixture, own, every)
 
     def _place(self, use: str, first: int, inner: int, gate_up: Any, down: Any) -> _Experts:
         """Experts with their scratch memory, which all layers share."""
@@ -304,6 +298,7 @@ class StaticMixture:
             hidden,
             experts,
             weights,
+            buffer("gates", np.float32, count, 1),
         )
         number = count // limits.width
         begins = range(0, limits.width, QUERY_TOKENS)

@@ -6,9 +6,6 @@ Between the two lies the exchange with other ranks. Rows are independent of each
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,27 +13,14 @@ from numba import njit
 
 from paceline.models import paged
 from paceline.models.codegen import INT8, PANEL, kernel
-from paceline.models.kernels import FLAGS, Array, encode, encode_rows, exponential, normalise, share
+from paceline.models.kernels import FLAGS, Array, encode, encode_rows, exponential, share
 from paceline.models.products import multiply, product
 from paceline.models.team import leave, settle, take
 
-OPEN_PHASES, EXPERT_PHASES = 7, 6
+OPEN_PHASES, EXPERT_PHASES = 8, 6
 
 _PANELS = 4
 """Panels of a product in a unit: few enough that a team shares even a small expert."""
-
-_OWN = sha256(Path(__file__).read_bytes()).hexdigest()
-
-
-def _kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`codegen.kernel`; kept code is valid as long as this file is the same, too."""
-
-    def compiled(function: Callable[..., Any]) -> Any:
-        dispatcher = kernel(**options)(function)
-        dispatcher._cache._cache_file._source_stamp += _OWN
-        return dispatcher
-
-    return compiled
 
 
 @njit(inline="always", fastmath=FLAGS, error_model="numpy")
@@ -71,8 +55,8 @@ def _route_row(hidden: Any, t: Any, router: Any, shares: Any, normed: Any, exper
             weights[t, k] /= chosen
 
 
-@_kernel(fastmath=FLAGS)
-def _close_attention(
+@kernel(fastmath=FLAGS)
+def normalise_and_route(
     counts: Array,
     phase: int,
     x: Array,
@@ -80,15 +64,23 @@ def _close_attention(
     norms: Array,
     layer: int,
     eps: float,
+    taps: Array,
+    tap: int,
     hidden: Array,
     router: Array,
+    gate: Array,
     normed: bool,
     experts: Array,
     weights: Array,
+    gates: Array,
 ) -> None:
-    """x += y; ``hidden`` = its RMS norm; the router's choice, if it has a row."""
+    """x += y, to be kept in ``taps`` if ``tap`` is not negative; ``hidden`` = its RMS norm; what router and gate say.
+
+    ``router`` and ``gate`` (see `open_layer`) may have no rows; ``experts`` and ``weights``, or ``gates``, then stay as
+    they are.
+    """
     rows, size = x.shape
-    each = share(rows)
+    each = max(1, share(rows))
     units = (rows + each - 1) // each
     shares = np.empty(router.shape[0], np.float32)
     unit = take(counts, phase)
@@ -99,17 +91,25 @@ def _close_attention(
                 v = x[t, j] + y[t, j]
                 x[t, j] = v
                 total += v * v
+            if tap >= 0:
+                for j in range(size):
+                    taps[tap, t, j] = x[t, j]
             r = np.float32(1.0) / np.sqrt(total / np.float32(size) + np.float32(eps))
             for j in range(size):
                 hidden[t, j] = x[t, j] * r * norms[layer, j]
             if router.shape[0]:
                 _route_row(hidden, t, router, shares, normed, experts, weights)
+            if gate.shape[0]:
+                dot = np.float32(0.0)
+                for j in range(size):
+                    dot += hidden[t, j] * gate[0, j]
+                gates[t, 0] = np.float32(1.0) / (np.float32(1.0) + exponential(-dot))
         leave(counts, phase)
         unit = take(counts, phase)
     settle(counts, phase, units)
 
 
-@_kernel()
+@kernel()
 def open_layer(
     counts: Array,
     eps: float,
@@ -134,30 +134,34 @@ def open_layer(
         added: what is added to the residual stream first, float32 [tokens, hidden] at least.
         norms: of attention and of the mixture [layers, hidden]; bias and norms as `kernels.rotate_row` takes them.
         weights: of queries, keys and values; of attention's output: this layer's alone, as `products.multiply` takes
-            them; the router's [experts, hidden] float32, without rows if the layer has none.
+            them; the router's [experts, hidden] and that of a shared expert's gate [1, hidden], float32, without rows
+            if the layer has none.
         normed: the weights of the chosen experts are scaled to the sum 1.
         rows: by token, float32 unless said otherwise: x, the residual stream; attention's part of it; a product's
             queries, keys and values; queries (int32, as `paged.attend` takes them); attention's output; encoded rows
             (int32, flat); their scales; cosines; sines; taps [taps, tokens, hidden]; and what comes out: the normed
-            stream; the chosen experts (int64, [tokens, top_k]); their weights.
+            stream; the chosen experts (int64, [tokens, top_k]); their weights; a shared expert's weight [tokens, 1].
         at: `paged.PagedRows.arrays`.
     """
     attn_norms, mlp_norms, bias, head_norms = norms
-    qkv_weight, o, router = weights
-    x, y, qkv, queries, attended, words, scale, cos, sin, taps, hidden, experts, shares = rows
+    qkv_weight, o, router, gate = weights
+    x, y, qkv, queries, attended, words, scale, cos, sin, taps, hidden, experts, shares, gates = rows
     row = np.empty(max(x.shape[1], attended.shape[1]), np.float32)
     groups = qkv_weight[0].shape[2]
-    normalise(counts, 0, INT8, x, added, attn_norms, layer, eps, row, words, groups, scale, taps, tap)
-    multiply(counts, 1, INT8, x.shape[0], words, qkv_weight, 0, scale, qkv)
+    out = hidden, router[:0], gate[:0], normed, experts, shares, gates
+    normalise_and_route(counts, 0, x, added, attn_norms, layer, eps, taps, tap, *out)
+    encode_rows(counts, 1, INT8, hidden, row, words, groups, scale)
+    multiply(counts, 2, INT8, x.shape[0], words, qkv_weight, 0, scale, qkv)
     halves = queries.view(np.uint16)
-    paged.place(counts, 2, qkv, bias, head_norms, layer, eps, cos, sin, at, heads, halves)
-    paged.attend(counts, 3, at, layer, heads, queries, attended)
-    encode_rows(counts, 4, INT8, attended, row, words, o[0].shape[2], scale)
-    multiply(counts, 5, INT8, x.shape[0], words, o, 0, scale, y)
-    _close_attention(counts, 6, x, y, mlp_norms, layer, eps, hidden, router, normed, experts, shares)
+    paged.place(counts, 3, qkv, bias, head_norms, layer, eps, cos, sin, at, heads, halves)
+    paged.attend(counts, 4, at, layer, heads, queries, attended)
+    encode_rows(counts, 5, INT8, attended, row, words, o[0].shape[2], scale)
+    multiply(counts, 6, INT8, x.shape[0], words, o, 0, scale, y)
+    out = hidden, router, gate, normed, experts, shares, gates
+    normalise_and_route(counts, 7, x, y, mlp_norms, layer, eps, taps, -1, *out)
 
 
-@_kernel()
+@kernel()
 def _sort(counts: Array, phase: int, first: int, experts: Array, bounds: Array, places: Array) -> None:
     """Give each choice of an own expert its place among the rows that are computed, one expert after the other.
 
@@ -184,13 +188,13 @@ def _sort(counts: Array, phase: int, first: int, experts: Array, bounds: Array, 
     settle(counts, phase, 1)
 
 
-@_kernel()
+@kernel()
 def _encode_chosen(
     counts: Array, phase: int, hidden: Array, row: Array, places: Array, words: Array, groups: int, scale: Array
 ) -> None:
     """Encode each token once, and put it at each of its ``places``."""
     rows, size = hidden.shape
-    each = share(rows)
+    each = max(1, share(rows))
     units = (rows + each - 1) // each
     unit = take(counts, phase)
     while unit < units:
@@ -210,7 +214,7 @@ def _encode_chosen(
     settle(counts, phase, units)
 
 
-@_kernel()
+@kernel()
 def _multiply_each(
     counts: Array, phase: int, bounds: Array, words: Array, weight: Any, scale: Array, out: Array
 ) -> None:
@@ -248,26 +252,59 @@ def _multiply_each(
     settle(counts, phase, units)
 
 
-@_kernel(fastmath=FLAGS)
-def _encode_gated(
-    counts: Array, phase: int, rows: int, inner: int, both: Array, row: Array, words: Array, groups: int, scale: Array
-) -> None:
-    """Encode silu(gate) * up, which stand side by side in ``both`` [rows, 2 * inner at least]."""
-    each = share(rows)
+@njit(inline="always", fastmath=FLAGS)
+def _gate_row(both: Any, t: Any, inner: Any, out: Any) -> None:
+    """silu(gate) * up of row ``t``, which stand side by side."""
+    for j in range(inner):
+        g = both[t, j]
+        out[j] = g / (np.float32(1.0) + exponential(-g)) * both[t, inner + j]
+
+
+@kernel(fastmath=FLAGS)
+def gate_rows(counts: Array, phase: int, both: Array, inner: int, out: Array) -> None:
+    """silu(gate) * up, [rows, inner]."""
+    rows = both.shape[0]
+    each = max(1, share(rows))
     units = (rows + each - 1) // each
     unit = take(counts, phase)
     while unit < units:
         for t in range(unit * each, min(rows, unit * each + each)):
-            for j in range(inner):
-                g = both[t, j]
-                row[j] = g / (np.float32(1.0) + exponential(-g)) * both[t, inner + j]
+            _gate_row(both, t, inner, out[t])
+        leave(counts, phase)
+        unit = take(counts, phase)
+    settle(counts, phase, units)
+
+
+@kernel(fastmath=FLAGS)
+def _encode_gated(
+    counts: Array,
+    phase: int,
+    most: int,
+    inner: int,
+    both: Array,
+    bounds: Array,
+    row: Array,
+    words: Array,
+    groups: int,
+    scale: Array,
+) -> None:
+    """Encode `_gate_row` of the rows that there are.
+
+    Units are counted for ``most`` rows: a helper of the team may come so late that ``bounds`` belongs to another job.
+    """
+    each = max(1, share(most))
+    units = (most + each - 1) // each
+    unit = take(counts, phase)
+    while unit < units:
+        for t in range(unit * each, min(bounds[bounds.shape[0] - 1], unit * each + each)):
+            _gate_row(both, t, inner, row)
             scale[t] = encode(INT8, row, inner, words, t * groups, groups)
         leave(counts, phase)
         unit = take(counts, phase)
     settle(counts, phase, units)
 
 
-@_kernel(fastmath=FLAGS)
+@kernel()
 def _weighted_sums(
     counts: Array,
     phase: int,
@@ -281,7 +318,7 @@ def _weighted_sums(
 ) -> None:
     """A token's choices, weighted and added up in the order of experts."""
     rows, size = out.shape
-    each = share(rows)
+    each = max(1, share(rows))
     units = (rows + each - 1) // each
     unit = take(counts, phase)
     while unit < units:
@@ -304,7 +341,7 @@ def _weighted_sums(
     settle(counts, phase, units)
 
 
-@_kernel()
+@kernel()
 def run_experts(
     counts: Array,
     first: int,
@@ -337,9 +374,8 @@ def run_experts(
     row = np.empty(max(inner, hidden.shape[1]), np.float32)
     tokens = hidden.shape[0]
     _sort(counts, 0, first, experts, bounds, places)
-    total = bounds[bounds.shape[0] - 1]
     _encode_chosen(counts, 1, hidden, row, places[:tokens], words, gate_up[0].shape[2], scale)
     _multiply_each(counts, 2, bounds, words, gate_up, scale, both)
-    _encode_gated(counts, 3, total, inner, both, row, words, down[0].shape[2], scale)
+    _encode_gated(counts, 3, tokens * experts.shape[1], inner, both, bounds, row, words, down[0].shape[2], scale)
     _multiply_each(counts, 4, bounds, words, down, scale, y)
     _weighted_sums(counts, 5, first, experts, weights, bounds, places[:tokens], y, out)
