@@ -208,6 +208,12 @@ def test_interrupted_while_loading_leaves_nothing_behind(number: signal.Signals)
     assert "Traceback" not in "".join(server.log)
 
 
+@pytest.mark.parametrize(("patience_s", "said"), [(0.0, True), (1000.0, False)])
+def test_a_start_that_takes_long_says_what_it_may_be_waiting_for(patience_s: float, said: bool) -> None:
+    with fake_server(patience_s=patience_s) as server:
+        assert any("compiles kernels" in line for line in server.log) == said
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_that_comes_while_the_engine_is_being_started_ends_it_too(number: signal.Signals) -> None:
     """At the very moment at which the process exists and its owner does not know it yet."""

@@ -16,6 +16,7 @@ import contextlib
 import gc
 import math
 import socket
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -42,6 +43,7 @@ LAST_OUTPUTS_S = 0.05
 """How long outputs that an engine sent before it died may still be under way."""
 LAST_ANSWERS_S = 1.0
 """How long a server whose ranks have died says so before it ends."""
+STILL_LOADING = "still loading; the first start on a machine also compiles kernels, once, for half a minute or more"
 
 Say = Callable[[str], None]
 
@@ -50,7 +52,13 @@ def run(options: ServeOptions, listener: socket.socket, engines: EngineGroup, sa
     """Serve on ``listener`` with ``engines``; returns the exit status when drained."""
     if engines.awaited:
         say(f"waiting for {engines.awaited} ranks of other machines at {engines.front}")
-    model = engines.wait_ready()
+    patience = threading.Timer(options.patience_s, say, (STILL_LOADING,))
+    patience.daemon = True
+    patience.start()
+    try:
+        model = engines.wait_ready()
+    finally:
+        patience.cancel()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_serve(options, listener, engines, model, say, began))
     engines.stop()

@@ -30,6 +30,7 @@ class ServeOptions:
     ``names``: under which the model is served; its own if there are none. ``shutdown_timeout_s``: how long requests
     in flight may take to finish after a signal; None: as long as they need. ``data_parallel_size``: engine processes
     among which requests are shared out; ``data_parallel_backend``: whether this machine runs them, or a Ray cluster.
+    ``patience_s``: how long the engines may load before that is said.
     """
 
     engine: Mapping[str, Any]
@@ -43,6 +44,7 @@ class ServeOptions:
     shutdown_timeout_s: float | None = None
     data_parallel_size: int = 1
     data_parallel_backend: Literal["mp", "ray"] = "mp"
+    patience_s: float = 10.0
 
 
 def serve(options: ServeOptions, say: Callable[[str], None]) -> int:
