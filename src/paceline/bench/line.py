@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-import urllib.request
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -219,7 +220,7 @@ def measure_line(options: LineOptions, stage: Stage, *, profile: bool = True) ->
     measured: dict[str, dict[float, Measured]] = {}
     full: dict[int, float] = {}
     for pad_resumed in (BEFORE, AFTER):
-        with _ranks(options, pad_resumed, "FULL_DECODE_ONLY", stage) as (url, _):
+        with _ranks(options, pad_resumed, "FULL_DECODE_ONLY", stage) as url:
             if pad_resumed == AFTER and profile:
                 full = _profile(options, url, stage)
             measured[pad_resumed] = {
@@ -228,30 +229,29 @@ def measure_line(options: LineOptions, stage: Stage, *, profile: bool = True) ->
             }
     eager = None
     if profile:
-        with _ranks(options, AFTER, "NONE", stage) as (url, _):
+        with _ranks(options, AFTER, "NONE", stage) as url:
             eager = _profile(options, url, stage)
     return LineResult(options, measured[BEFORE], measured[AFTER], None if eager is None else Profile(full, eager))
 
 
-def _ranks(options: LineOptions, pad_resumed: str, mode: Mode, stage: Stage) -> Any:
-    """A server; how it is being started is shown."""
-    with stage(f"{options.ranks} ranks, pad_resumed: {pad_resumed}, {mode}"):
-        pass
-    return server(options.server_arguments(pad_resumed, mode))
+@contextmanager
+def _ranks(options: LineOptions, pad_resumed: str, mode: Mode, stage: Stage) -> Iterator[str]:
+    """The address of a server; that it is being started is shown."""
+    with ExitStack() as running:
+        with stage(f"starting {options.ranks} ranks, pad_resumed: {pad_resumed}, {mode}"):
+            url, _ = running.enter_context(server(options.server_arguments(pad_resumed, mode)))
+        yield url
 
 
 def measure_load(options: LineOptions, url: str, workload: Workload, stage: Stage) -> Measured:
-    """Send a load, warm-ups first, and take what the ranks counted meanwhile."""
-    bench = BenchOptions(base_url=url, workload=workload, prompt_token_ids=True, temperature=0.0)
-    # The warm-ups go first, in a run of their own, so that they are not in the counts.
-    warm = replace(workload, num_prompts=workload.num_warmups, num_warmups=0, request_rate=math.inf)
-    run(replace(bench, workload=warm), _no_tokenizer, stage)
-    before = read_counts(url)
-    outcome = run(replace(bench, workload=replace(workload, num_warmups=0)), _no_tokenizer, stage)
-    counts = read_counts(url).since(before)
-    detailed = outcome.to_json(detailed=True)
-    itl = Latency.of([gap for itls in detailed["itls"] for gap in itls], (50, 99))
-    return Measured(itl, counts, detailed["completed"], detailed["failed"])
+    """Send a load, warm-ups first, and take what the ranks counted from then on."""
+    bench = BenchOptions(
+        base_url=url, workload=workload, prompt_token_ids=True, temperature=0.0, metric_percentiles=(50.0, 99.0)
+    )
+    outcome = run(bench, _no_tokenizer, stage)
+    before, after = map(counts_in, outcome.metrics)
+    summary = outcome.report.summary
+    return Measured(summary.itl, after.since(before), summary.completed, summary.failed)
 
 
 def _profile(options: LineOptions, url: str, stage: Stage) -> dict[int, float]:
@@ -267,14 +267,8 @@ def _no_tokenizer(name: str) -> LocalTokenizer:
     raise ConfigError("tokenizer", f"prompts are ids here; {name!r} is not needed")
 
 
-def read_counts(url: str) -> Counts:
-    """The counters on ``url``/metrics, joined over the ranks."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-        return counts_in(answer.read().decode())
-
-
 def counts_in(text: str) -> Counts:
-    """The counters in Prometheus text."""
+    """The counters in Prometheus text, joined over the ranks."""
     by_engine: dict[str, Counter[str]] = {}
     misses: Counter[str] = Counter()
     sums: Counter[str] = Counter()

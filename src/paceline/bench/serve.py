@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 
 from paceline.bench.client import Client, Refused, ServerUnavailable
-from paceline.bench.counters import Counters, read_counters, speculation_between
+from paceline.bench.counters import read_counters, speculation_between
 from paceline.bench.datasets import Prompt, Prompts, custom, random_ids, random_texts, sharegpt
 from paceline.bench.load import Outgoing, Progress, Run, run_load
 from paceline.bench.options import BenchOptions
@@ -33,10 +33,14 @@ LoadTokenizer = Callable[[str], LocalTokenizer]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished run. ``about``: what was run, as a result file says it."""
+    """A finished run. ``about``: what was run, as a result file says it.
+
+    ``metrics``: the server's metrics before the measured requests, warm-ups done, and after them.
+    """
 
     report: Report
     about: dict[str, Any]
+    metrics: tuple[str, str]
 
     def to_json(self, *, detailed: bool) -> dict[str, Any]:
         """The result file; ``detailed``: with the lists of every request."""
@@ -85,13 +89,14 @@ async def _run(options: BenchOptions, load_tokenizer: LoadTokenizer, stage: Stag
             Outgoing(at, _body(options, model, prompt), prompt.num_tokens)
             for at, prompt in zip(arrival_times(workload), prompts.measured, strict=True)
         ]
-        before = await _counters(client)
+        before = await _metrics(client)
         with stage("requests") as progress:
             measured = await run_load(outgoing, client.send, workload.max_concurrency, progress)
-        speculation = speculation_between(before, await _counters(client))
+        after = await _metrics(client)
+        speculation = speculation_between(read_counters(before), read_counters(after))
         notes += await _count_missing(measured, texts)
     report = make_report(options.asked, measured, speculation, notes)
-    return Outcome(report, _about(options, model))
+    return Outcome(report, _about(options, model), (before, after))
 
 
 async def _texts(options: BenchOptions, load_tokenizer: LoadTokenizer, client: Client, model: str) -> Texts | None:
@@ -154,12 +159,12 @@ async def _warm_up(
     return [f"{len(errors)} of {len(prompts)} warm-ups failed: {errors[0]}"] if errors else []
 
 
-async def _counters(client: Client) -> Counters | None:
-    """The server's speculation counters; None where it publishes none."""
+async def _metrics(client: Client) -> str:
+    """The server's metrics as Prometheus text; empty where it publishes none."""
     try:
-        return read_counters((await client.get("/metrics")).decode("utf-8", "replace"))
+        return (await client.get("/metrics")).decode("utf-8", "replace")
     except (Refused, aiohttp.ClientError, OSError):
-        return None
+        return ""
 
 
 async def _count_missing(run: Run, texts: Texts | None) -> list[str]:

@@ -8,13 +8,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from paceline.cli.output import CommandError, integer, stderr, write_json
+from paceline.cli.output import CommandError, integer, json_object, progress_bar, stderr, write_json
 
 if TYPE_CHECKING:
     from paceline.bench.texts import LocalTokenizer
@@ -174,7 +174,7 @@ def serve(  # size: most of it is the list of flags, each with its help
         skip_chat_template=skip_chat_template,
         ignore_eos=ignore_eos,
         temperature=temperature,
-        extra_body=_json_object(extra_body, "--extra-body"),
+        extra_body=json_object(extra_body, "--extra-body") or {},
         percentile_metrics=tuple(name.strip() for name in percentile_metrics.split(",")),
         metric_percentiles=tuple(_numbers(metric_percentiles.split(","), "--metric-percentiles")),
         goodput_slo_ms=_limits(goodput or ()),
@@ -239,31 +239,7 @@ def _load_tokenizer(name: str) -> LocalTokenizer:
 
 def stages(shown: bool) -> Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], None]]]:
     """Progress bars on stderr, one after the other; silent without a terminal."""
-
-    @contextlib.contextmanager
-    def stage(what: str) -> Iterator[Callable[[int, int], None]]:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        console = stderr()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        disable = not (shown and console.is_terminal)
-        with Progress(
-            *columns, console=console, transient=True, disable=disable, refresh_per_second=REFRESHES_PER_S
-        ) as bar:
-            task = bar.add_task(what, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
-
-    return stage
-
-
-def _json_object(text: str | None, option: str) -> dict[str, Any]:
-    try:
-        value = {} if text is None else json.loads(text)
-    except ValueError as error:
-        raise CommandError(f"{option}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CommandError(f"{option}: must be a JSON object, got {text}")
-    return value
+    return lambda what: progress_bar(what, shown=shown, refreshes_per_s=REFRESHES_PER_S)
 
 
 def _numbers(texts: Sequence[str], option: str) -> list[float]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.cli.output import CommandError
+from paceline.cli.output import CommandError, at_least
 
 DEFAULT_TIMEOUT_S = 600.0
 """How long a rank waits for the slowest in a collective: longer than any step."""
@@ -72,7 +72,7 @@ class DataParallelFlags:
             CommandError: flags that contradict each other, or that are not supported.
         """
         size = 1 if self.size is None else self.size
-        _at_least("--data-parallel-size", size, 1)
+        at_least(size, 1, "--data-parallel-size")
         self._check_backend(size)
         options: dict[str, Any] = {
             "enable_expert_parallel": self.enable_expert_parallel,
@@ -152,7 +152,7 @@ class DataParallelFlags:
         if self.headless:
             return self._headless_ranks(size)
         local = size if self.size_local is None else self.size_local
-        _at_least("--data-parallel-size-local", local, 1)
+        at_least(local, 1, "--data-parallel-size-local")
         if local > size:
             raise CommandError(f"--data-parallel-size-local: at most --data-parallel-size = {size}, got {local}")
         if local == size:
@@ -186,11 +186,6 @@ class DataParallelFlags:
                 f" {self.start_rank - 1}, got {local}"
             )
         return local, self.start_rank
-
-
-def _at_least(flag: str, value: int, least: int) -> None:
-    if value < least:
-        raise CommandError(f"{flag}: must be at least {least}, got {value}")
 
 
 def _within(flag: str, value: int, end: int) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
@@ -67,6 +68,19 @@ def at_least(value: int, least: int, option: str) -> int:
     return value
 
 
+def json_object(text: str | None, option: str) -> dict[str, Any] | None:
+    """The object in ``text``, None if there is no text. Raises `CommandError` naming ``option`` if it is none."""
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise CommandError(f"{option}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CommandError(f"{option}: must be a JSON object, got {text}")
+    return value
+
+
 def check_target(target: str | None, option: str) -> None:
     """Raise `CommandError` naming ``option`` unless ``target`` can be written: a file, - or None (nothing to write)."""
     if target is not None and target != STDOUT:
@@ -126,12 +140,15 @@ def write_json(data: dict[str, Any], target: str) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str, *, shown: bool = True, refreshes_per_s: float = 10) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr while the block runs; call what it gives with (done, total). Silent without a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = stderr()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    disable = not (shown and console.is_terminal)
+    with Progress(
+        *columns, console=console, transient=True, disable=disable, refresh_per_second=refreshes_per_s
+    ) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

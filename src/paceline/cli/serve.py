@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from paceline.cli.data_parallel import DataParallelFlags
-from paceline.cli.output import CommandError, integer, integer_or_auto
+from paceline.cli.output import CommandError, integer, integer_or_auto, json_object
 
 Names = Annotated[
     list[str] | None,
@@ -175,7 +174,7 @@ def serve(  # size: most of it is the list of flags, each with its help
         .with_environment(os.environ)
         .placement()
     )
-    # Inherited by the engine process. There, one thread computes between two products of all threads, and the front
+    # Inherited by the engine process. In float32 one thread computes between two products of all threads, and the front
     # needs a core as well: threads that wait by spinning, as OpenMP's do, would take it from both. A spin of some ten
     # microseconds bridges the gaps within a step, for which waking a thread takes longer (GCC's OpenMP, torch's).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -194,10 +193,10 @@ def serve(  # size: most of it is the list of flags, each with its help
             "kv_cache_memory_bytes": kv_cache_memory_bytes,
             "num_gpu_blocks_override": num_gpu_blocks_override,
             "enable_prefix_caching": enable_prefix_caching,
-            "speculative_config": _json_object(speculative_config, "--speculative-config"),
-            "kv_transfer_config": _json_object(kv_transfer_config, "--kv-transfer-config"),
+            "speculative_config": json_object(speculative_config, "--speculative-config"),
+            "kv_transfer_config": json_object(kv_transfer_config, "--kv-transfer-config"),
             "seed": seed,
-            "compilation_config": _json_object(compilation_config, "--compilation-config"),
+            "compilation_config": json_object(compilation_config, "--compilation-config"),
             "data_parallel": data_parallel,
         },
         data_parallel_size=ranks,
@@ -220,15 +219,3 @@ def serve(  # size: most of it is the list of flags, each with its help
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _json_object(text: str | None, option: str) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise CommandError(f"{option}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CommandError(f"{option}: must be a JSON object, got {text}")
-    return value

@@ -121,6 +121,9 @@ Weight = Tensor | Packed
 Product = Callable[[Tensor, Weight], Tensor]
 """``x`` [rows, in] times ``weight`` [out, in] transposed."""
 
+GatedMLP = Callable[[Tensor, Weight, Weight], Tensor]
+"""`gated_mlp` of hidden states, with the weights of gate and up, and of down."""
+
 
 class Take(Protocol):
     """A source of weights that compares each shape with the one the configuration asks for."""
@@ -221,9 +224,10 @@ class Mixture:
             weights = weights / weights.sum(-1, keepdim=True)
         return experts, weights
 
-    def compute_grouped(self, tokens: Routed) -> Tensor:
-        """Weighted sums of the own experts [tokens, hidden_size], float32: one product per expert that has tokens.
+    def compute_grouped(self, tokens: Routed, gated: GatedMLP | None = None) -> Tensor:
+        """Weighted sums of the own experts [tokens, hidden_size], float32: one MLP per expert that has tokens.
 
+        ``gated``: computes it; None: `gated_mlp` with this mixture's product.
         It reads how many tokens each expert has, which costs nothing on a CPU and would make a GPU wait.
         """
         out = torch.zeros(tokens.hidden.shape, dtype=torch.float32)
@@ -237,7 +241,8 @@ class Mixture:
             if count:
                 chosen = order[start:end]
                 rows = chosen // top_k
-                y = gated_mlp(tokens.hidden[rows], self.gate_up[place], self.down[place], self._product)
+                weights = tokens.hidden[rows], self.gate_up[place], self.down[place]
+                y = gated_mlp(*weights, self._product) if gated is None else gated(*weights)
                 out.index_add_(0, rows, y.float() * tokens.weights.flatten()[chosen, None])
         return out
 

@@ -100,22 +100,7 @@ class Int8Mixture(Llama):
         inert = mixture.exchange.inert
         if inert is not None:
             routed.experts.masked_fill_(inert[:, None], mixture.config.num_experts)
-        out = mixture.exchange.combine(self._own(mixture, mixture.exchange.dispatch(routed, mixture.placement)))
+        arrived = mixture.exchange.dispatch(routed, mixture.placement)
+        out = mixture.exchange.combine(mixture.compute_grouped(arrived, self._gated))
         shared = mixture.shared
         return out if shared is None else out + gates * self._gated(routed.hidden, shared.gate_up, shared.down)
-
-    def _own(self, mixture: Mixture, tokens: Routed) -> Tensor:
-        """See `Mixture.compute_grouped`."""
-        out = torch.zeros(tokens.hidden.shape)
-        choices = tokens.experts.flatten()
-        order = torch.argsort(choices, stable=True)
-        counts = torch.bincount(choices, minlength=mixture.config.num_experts + 1).tolist()
-        end = sum(counts[: mixture.own.start])
-        for place, count in enumerate(counts[mixture.own.start : mixture.own.stop]):
-            start, end = end, end + count
-            if count:
-                chosen = order[start:end]
-                rows = chosen // tokens.experts.shape[1]
-                y = self._gated(tokens.hidden[rows], mixture.gate_up[place], mixture.down[place])
-                out.index_add_(0, rows, y * tokens.weights.flatten()[chosen, None])
-        return out
