@@ -22,7 +22,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from paceline.models.codegen import INT8, LANES, hadamard, kernel
-from paceline.models.team import leave, settle, take
+from paceline.models.team import each_row, leave, settle, share, take
 
 Array = np.ndarray
 
@@ -139,10 +139,30 @@ def encode(kind: int, row: Array, size: int, words: Array, at: int, groups: int)
     return scale
 
 
+@njit(inline="always", fastmath=FLAGS, error_model="numpy")
+def add_and_norm(x: Any, y: Any, t: Any, weight: Any, eps: Any, out: Any) -> None:
+    """x += y in row ``t``, then ``out[:]`` = its RMS norm (Zhang and Sennrich, 2019) times ``weight``.
+
+    In which order the compiler adds up depends on what surrounds this. In loops of their own all phases come to the
+    same bits; in `team.each_row` they do not.
+    """
+    size = x.shape[1]
+    total = np.float32(0.0)
+    for j in range(size):
+        v = x[t, j] + y[t, j]
+        x[t, j] = v
+        total += v * v
+    r = np.float32(1.0) / np.sqrt(total / np.float32(size) + np.float32(eps))
+    for j in range(size):
+        out[j] = x[t, j] * r * weight[j]
+
+
 @njit(inline="always")
-def share(rows: Any) -> Any:
-    """Rows in a unit of a phase that goes row by row."""
-    return (rows + 15) // 16
+def keep(x: Any, t: Any, taps: Any, tap: Any) -> None:
+    """Copy row ``t`` to ``taps`` [taps, rows, hidden] if ``tap`` is not negative."""
+    if tap >= 0:
+        for j in range(x.shape[1]):
+            taps[tap, t, j] = x[t, j]
 
 
 @kernel(fastmath=FLAGS)
@@ -162,7 +182,7 @@ def normalise(
     taps: Array,
     tap: int,
 ) -> None:
-    """x += y, then the RMS norm of x (Zhang and Sennrich, 2019), encoded.
+    """x += y, then the RMS norm of x, encoded.
 
     ``x``, ``y`` [rows, hidden], ``weights`` [layers, hidden], ``row`` scratch, ``words`` [rows * groups] int32,
     ``scale`` [rows]. ``tap``: where in ``taps`` [taps, rows, hidden] x is copied to, if not negative.
@@ -173,21 +193,21 @@ def normalise(
     unit = take(counts, phase)
     while unit < units:
         for t in range(unit * each, min(rows, unit * each + each)):
-            total = np.float32(0.0)
-            for j in range(size):
-                v = x[t, j] + y[t, j]
-                x[t, j] = v
-                total += v * v
-            if tap >= 0:
-                for j in range(size):
-                    taps[tap, t, j] = x[t, j]
-            r = np.float32(1.0) / np.sqrt(total / np.float32(size) + np.float32(eps))
-            for j in range(size):
-                row[j] = x[t, j] * r * weights[layer, j]
+            add_and_norm(x, y, t, weights[layer], eps, row)
+            keep(x, t, taps, tap)
             scale[t] = encode(kind, row, size, words, t * groups, groups)
         leave(counts, phase)
         unit = take(counts, phase)
     settle(counts, phase, units)
+
+
+@njit(inline="always")
+def _encode_row(t: Any, args: Any) -> None:
+    kind, x, row, words, groups, scale = args
+    size = x.shape[1]
+    for j in range(size):
+        row[j] = x[t, j]
+    scale[t] = encode(kind, row, size, words, t * groups, groups)
 
 
 @kernel()
@@ -195,18 +215,7 @@ def encode_rows(
     counts: Array, phase: int, kind: int, x: Array, row: Array, words: Array, groups: int, scale: Array
 ) -> None:
     """Encode the rows of ``x`` [rows, size]."""
-    rows, size = x.shape
-    each = share(rows)
-    units = (rows + each - 1) // each
-    unit = take(counts, phase)
-    while unit < units:
-        for t in range(unit * each, min(rows, unit * each + each)):
-            for j in range(size):
-                row[j] = x[t, j]
-            scale[t] = encode(kind, row, size, words, t * groups, groups)
-        leave(counts, phase)
-        unit = take(counts, phase)
-    settle(counts, phase, units)
+    each_row(counts, phase, x.shape[0], _encode_row, (kind, x, row, words, groups, scale))
 
 
 @njit(inline="always", fastmath=FLAGS, error_model="numpy")
@@ -281,16 +290,8 @@ def rotate(
 @kernel(fastmath=FLAGS)
 def final_norm(x: Array, y: Array, weight: Array, eps: float, out: Array) -> None:
     """x += y, then ``out`` = its RMS norm, [rows, hidden]."""
-    rows, size = x.shape
-    for t in range(rows):
-        total = np.float32(0.0)
-        for j in range(size):
-            v = x[t, j] + y[t, j]
-            x[t, j] = v
-            total += v * v
-        r = np.float32(1.0) / np.sqrt(total / np.float32(size) + np.float32(eps))
-        for j in range(size):
-            out[t, j] = x[t, j] * r * weight[j]
+    for t in range(x.shape[0]):
+        add_and_norm(x, y, t, weight, eps, out[t])
 
 
 @kernel()

@@ -15,9 +15,9 @@ import numpy as np
 from numba import njit
 
 from paceline.models.codegen import BFLOAT16, LANES, PANEL, interleave, kernel, transpose
-from paceline.models.kernels import FLAGS, exponential, rotate_row, share, to_bfloat16
+from paceline.models.kernels import FLAGS, exponential, rotate_row, to_bfloat16
 from paceline.models.products import product
-from paceline.models.team import Team, leave, settle, take
+from paceline.models.team import Team, leave, settle, share, take
 
 Array = np.ndarray
 
@@ -234,6 +234,7 @@ def attend(counts: Array, phase: int, paged: Any, layer: int, heads: int, querie
     kv_heads, size = cache.shape[3], cache.shape[5]
     fold, half, tokens = heads // kv_heads, size // 2, queries.shape[1]
     units = tiles.shape[0] * kv_heads
+    # Not `team.each_unit`: who gets no unit must not size scratch memory by arrays that may be another step's by now.
     unit = take(counts, phase)
     if unit < units:
         rows, longest = 0, 0

@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from paceline.models.codegen import PANEL, TILE_ROWS, kernel, tile
 from paceline.models.kernels import FLAGS, Array, exponential
-from paceline.models.team import leave, settle, take
+from paceline.models.team import each_unit
 
 CHUNK = 192
 """Rows of a product that are taken at once, so that they stay in the second-level cache."""
@@ -65,6 +66,45 @@ def product(
         t += n
 
 
+@njit(inline="always")
+def multiply_panel(
+    kind: Any, begin: Any, end: Any, words: Any, weight: Any, panel: Any, scale: Any, out: Any, out_at: Any, stride: Any
+) -> None:
+    """`product` for one panel of a packed ``weight``; ``panel`` counts through its layers. ``stride``: of ``out``."""
+    packed, start, weight_scale = weight
+    groups = packed.shape[2]
+    product(
+        kind,
+        begin,
+        end,
+        words,
+        0,
+        groups,
+        packed,
+        panel * groups * PANEL,
+        groups,
+        start,
+        weight_scale,
+        panel * PANEL,
+        scale,
+        out,
+        out_at,
+        stride,
+    )
+
+
+@njit(inline="always")
+def _multiply_unit(unit: Any, args: Any) -> None:
+    kind, rows, words, weight, layer, scale, out, columns, each = args
+    panels = weight[0].shape[1]
+    begin = unit // columns * CHUNK
+    first = unit % columns * each
+    for panel in range(first, min(panels, first + each)):
+        at = layer * panels + panel
+        end = min(rows, begin + CHUNK)
+        multiply_panel(kind, begin, end, words, weight, at, scale, out, panel * PANEL, out.shape[1])
+
+
 @kernel()
 def multiply(
     counts: Array, phase: int, kind: int, rows: int, words: Array, weight: Any, layer: int, scale: Array, out: Array
@@ -73,39 +113,34 @@ def multiply(
 
     ``weight``: words [layers, panels, groups, PANEL], start and scale [layers * panels * PANEL].
     """
-    packed, start, weight_scale = weight
-    panels, groups = packed.shape[1], packed.shape[2]
+    panels = weight[0].shape[1]
     each = 1 if panels < 256 else 8
     columns = (panels + each - 1) // each
     units = columns * ((rows + CHUNK - 1) // CHUNK)
-    width = out.shape[1]
-    unit = take(counts, phase)
-    while unit < units:
-        begin = unit // columns * CHUNK
-        first = unit % columns * each
-        for panel in range(first, min(panels, first + each)):
-            at = layer * panels + panel
-            product(
-                kind,
-                begin,
-                min(rows, begin + CHUNK),
-                words,
-                0,
-                groups,
-                packed,
-                at * groups * PANEL,
-                groups,
-                start,
-                weight_scale,
-                at * PANEL,
-                scale,
-                out,
-                panel * PANEL,
-                width,
-            )
-        leave(counts, phase)
-        unit = take(counts, phase)
-    settle(counts, phase, units)
+    each_unit(counts, phase, units, _multiply_unit, (kind, rows, words, weight, layer, scale, out, columns, each))
+
+
+@njit(inline="always", fastmath=FLAGS, error_model="numpy")
+def gated(g: Any, up: Any) -> Any:
+    """silu(g) * up, in float32."""
+    return g / (np.float32(1.0) + exponential(-g)) * up
+
+
+@njit(inline="always", fastmath=FLAGS)
+def _multiply_gated_unit(unit: Any, args: Any) -> None:
+    kind, rows, words, weight, layer, scale, pair, out = args
+    panels = weight[0].shape[1]
+    columns = panels // 2
+    begin = unit // columns * CHUNK
+    end = min(rows, begin + CHUNK)
+    column = unit % columns
+    for half in range(2):
+        at = layer * panels + 2 * column + half
+        pair_at = half * PANEL - begin * 2 * PANEL
+        multiply_panel(kind, begin, end, words, weight, at, scale, pair, pair_at, 2 * PANEL)
+    for t in range(begin, end):
+        for j in range(PANEL):
+            out[t, column * PANEL + j] = gated(pair[t - begin, j], pair[t - begin, PANEL + j])
 
 
 @kernel(fastmath=FLAGS)
@@ -125,39 +160,5 @@ def multiply_gated(
 
     ``pair``: scratch [CHUNK, 2 * PANEL].
     """
-    packed, start, weight_scale = weight
-    panels, groups = packed.shape[1], packed.shape[2]
-    columns = panels // 2
-    units = columns * ((rows + CHUNK - 1) // CHUNK)
-    unit = take(counts, phase)
-    while unit < units:
-        begin = unit // columns * CHUNK
-        end = min(rows, begin + CHUNK)
-        column = unit % columns
-        for half in range(2):
-            at = layer * panels + 2 * column + half
-            product(
-                kind,
-                begin,
-                end,
-                words,
-                0,
-                groups,
-                packed,
-                at * groups * PANEL,
-                groups,
-                start,
-                weight_scale,
-                at * PANEL,
-                scale,
-                pair,
-                half * PANEL - begin * 2 * PANEL,
-                2 * PANEL,
-            )
-        for t in range(begin, end):
-            for j in range(PANEL):
-                g = pair[t - begin, j]
-                out[t, column * PANEL + j] = g / (np.float32(1.0) + exponential(-g)) * pair[t - begin, PANEL + j]
-        leave(counts, phase)
-        unit = take(counts, phase)
-    settle(counts, phase, units)
+    units = weight[0].shape[1] // 2 * ((rows + CHUNK - 1) // CHUNK)
+    each_unit(counts, phase, units, _multiply_gated_unit, (kind, rows, words, weight, layer, scale, pair, out))

@@ -13,9 +13,9 @@ from numba import njit
 
 from paceline.models import paged
 from paceline.models.codegen import INT8, PANEL, kernel
-from paceline.models.kernels import FLAGS, Array, encode, encode_rows, exponential, share
-from paceline.models.products import multiply, product
-from paceline.models.team import leave, settle, take
+from paceline.models.kernels import FLAGS, Array, add_and_norm, encode, encode_rows, exponential, keep
+from paceline.models.products import gated, multiply, multiply_panel
+from paceline.models.team import each_row, each_unit, leave, settle, share, take
 
 OPEN_PHASES, EXPERT_PHASES = 8, 6
 
@@ -80,23 +80,14 @@ def normalise_and_route(
     they are.
     """
     rows, size = x.shape
-    each = max(1, share(rows))
+    each = share(rows)
     units = (rows + each - 1) // each
     shares = np.empty(router.shape[0], np.float32)
     unit = take(counts, phase)
     while unit < units:
         for t in range(unit * each, min(rows, unit * each + each)):
-            total = np.float32(0.0)
-            for j in range(size):
-                v = x[t, j] + y[t, j]
-                x[t, j] = v
-                total += v * v
-            if tap >= 0:
-                for j in range(size):
-                    taps[tap, t, j] = x[t, j]
-            r = np.float32(1.0) / np.sqrt(total / np.float32(size) + np.float32(eps))
-            for j in range(size):
-                hidden[t, j] = x[t, j] * r * norms[layer, j]
+            add_and_norm(x, y, t, norms[layer], eps, hidden[t])
+            keep(x, t, taps, tap)
             if router.shape[0]:
                 _route_row(hidden, t, router, shares, normed, experts, weights)
             if gate.shape[0]:
@@ -161,6 +152,26 @@ def open_layer(
     normalise_and_route(counts, 7, x, y, mlp_norms, layer, eps, taps, -1, *out)
 
 
+@njit(inline="always")
+def _sort_all(unit: Any, args: Any) -> None:
+    first, experts, bounds, places = args
+    rows, top_k = experts.shape
+    own = bounds.shape[0] - 1
+    places[:rows] = -1
+    place = 0
+    for e in range(own):
+        bounds[e] = place
+        for t in range(rows):
+            for k in range(top_k):
+                if experts[t, k] == first + e:
+                    i = 0
+                    while places[t, i] >= 0:
+                        i += 1
+                    places[t, i] = place
+                    place += 1
+    bounds[own] = place
+
+
 @kernel()
 def _sort(counts: Array, phase: int, first: int, experts: Array, bounds: Array, places: Array) -> None:
     """Give each choice of an own expert its place among the rows that are computed, one expert after the other.
@@ -168,24 +179,23 @@ def _sort(counts: Array, phase: int, first: int, experts: Array, bounds: Array, 
     ``bounds`` [own + 1]: where each expert's rows begin. ``places`` [tokens, top_k]: those of a token's choices, by
     expert, then -1.
     """
-    if take(counts, phase) == 0:
-        rows, top_k = experts.shape
-        own = bounds.shape[0] - 1
-        places[:rows] = -1
-        place = 0
-        for e in range(own):
-            bounds[e] = place
-            for t in range(rows):
-                for k in range(top_k):
-                    if experts[t, k] == first + e:
-                        i = 0
-                        while places[t, i] >= 0:
-                            i += 1
-                        places[t, i] = place
-                        place += 1
-        bounds[own] = place
-        leave(counts, phase)
-    settle(counts, phase, 1)
+    each_unit(counts, phase, 1, _sort_all, (first, experts, bounds, places))
+
+
+@njit(inline="always")
+def _encode_chosen_row(t: Any, args: Any) -> None:
+    hidden, row, places, words, groups, scale = args
+    size = hidden.shape[1]
+    at = places[t, 0]
+    if at >= 0:
+        for j in range(size):
+            row[j] = hidden[t, j]
+        scale[at] = encode(INT8, row, size, words, at * groups, groups)
+    for k in range(1, places.shape[1]):
+        copy = places[t, k]
+        if copy >= 0:
+            scale[copy] = scale[at]
+            words[copy * groups : (copy + 1) * groups] = words[at * groups : (at + 1) * groups]
 
 
 @kernel()
@@ -193,25 +203,20 @@ def _encode_chosen(
     counts: Array, phase: int, hidden: Array, row: Array, places: Array, words: Array, groups: int, scale: Array
 ) -> None:
     """Encode each token once, and put it at each of its ``places``."""
-    rows, size = hidden.shape
-    each = max(1, share(rows))
-    units = (rows + each - 1) // each
-    unit = take(counts, phase)
-    while unit < units:
-        for t in range(unit * each, min(rows, unit * each + each)):
-            at = places[t, 0]
-            if at >= 0:
-                for j in range(size):
-                    row[j] = hidden[t, j]
-                scale[at] = encode(INT8, row, size, words, at * groups, groups)
-            for k in range(1, places.shape[1]):
-                copy = places[t, k]
-                if copy >= 0:
-                    scale[copy] = scale[at]
-                    words[copy * groups : (copy + 1) * groups] = words[at * groups : (at + 1) * groups]
-        leave(counts, phase)
-        unit = take(counts, phase)
-    settle(counts, phase, units)
+    args = hidden, row, places, words, groups, scale
+    each_row(counts, phase, hidden.shape[0], _encode_chosen_row, args)
+
+
+@njit(inline="always")
+def _multiply_some(unit: Any, args: Any) -> None:
+    bounds, words, weight, scale, out, columns = args
+    panels = weight[0].shape[1]
+    expert, first = unit // columns, unit % columns * _PANELS
+    begin, end = bounds[expert], bounds[expert + 1]
+    if begin < end:
+        for panel in range(first, min(panels, first + _PANELS)):
+            at = expert * panels + panel
+            multiply_panel(INT8, begin, end, words, weight, at, scale, out, panel * PANEL, out.shape[1])
 
 
 @kernel()
@@ -219,60 +224,36 @@ def _multiply_each(
     counts: Array, phase: int, bounds: Array, words: Array, weight: Any, scale: Array, out: Array
 ) -> None:
     """Each expert's rows times its weight; ``weight`` as `products.multiply` takes it, an expert for a layer."""
-    packed, start, weight_scale = weight
-    panels, groups = packed.shape[1], packed.shape[2]
-    columns = (panels + _PANELS - 1) // _PANELS
-    units = columns * packed.shape[0]
-    unit = take(counts, phase)
-    while unit < units:
-        expert, first = unit // columns, unit % columns * _PANELS
-        if bounds[expert] < bounds[expert + 1]:
-            for panel in range(first, min(panels, first + _PANELS)):
-                at = expert * panels + panel
-                product(
-                    INT8,
-                    bounds[expert],
-                    bounds[expert + 1],
-                    words,
-                    0,
-                    groups,
-                    packed,
-                    at * groups * PANEL,
-                    groups,
-                    start,
-                    weight_scale,
-                    at * PANEL,
-                    scale,
-                    out,
-                    panel * PANEL,
-                    out.shape[1],
-                )
-        leave(counts, phase)
-        unit = take(counts, phase)
-    settle(counts, phase, units)
+    columns = (weight[0].shape[1] + _PANELS - 1) // _PANELS
+    units = columns * weight[0].shape[0]
+    each_unit(counts, phase, units, _multiply_some, (bounds, words, weight, scale, out, columns))
 
 
-@njit(inline="always", fastmath=FLAGS)
+@njit(inline="always", fastmath=FLAGS, error_model="numpy")
 def _gate_row(both: Any, t: Any, inner: Any, out: Any) -> None:
     """silu(gate) * up of row ``t``, which stand side by side."""
     for j in range(inner):
-        g = both[t, j]
-        out[j] = g / (np.float32(1.0) + exponential(-g)) * both[t, inner + j]
+        out[j] = gated(both[t, j], both[t, inner + j])
+
+
+@njit(inline="always", fastmath=FLAGS, error_model="numpy")
+def _gate_each(t: Any, args: Any) -> None:
+    both, inner, out = args
+    _gate_row(both, t, inner, out[t])
 
 
 @kernel(fastmath=FLAGS)
 def gate_rows(counts: Array, phase: int, both: Array, inner: int, out: Array) -> None:
     """silu(gate) * up, [rows, inner]."""
-    rows = both.shape[0]
-    each = max(1, share(rows))
-    units = (rows + each - 1) // each
-    unit = take(counts, phase)
-    while unit < units:
-        for t in range(unit * each, min(rows, unit * each + each)):
-            _gate_row(both, t, inner, out[t])
-        leave(counts, phase)
-        unit = take(counts, phase)
-    settle(counts, phase, units)
+    each_row(counts, phase, both.shape[0], _gate_each, (both, inner, out))
+
+
+@njit(inline="always", fastmath=FLAGS, error_model="numpy")
+def _encode_gated_row(t: Any, args: Any) -> None:
+    inner, both, bounds, row, words, groups, scale = args
+    if t < bounds[bounds.shape[0] - 1]:
+        _gate_row(both, t, inner, row)
+        scale[t] = encode(INT8, row, inner, words, t * groups, groups)
 
 
 @kernel(fastmath=FLAGS)
@@ -292,16 +273,25 @@ def _encode_gated(
 
     Units are counted for ``most`` rows: a helper of the team may come so late that ``bounds`` belongs to another job.
     """
-    each = max(1, share(most))
-    units = (most + each - 1) // each
-    unit = take(counts, phase)
-    while unit < units:
-        for t in range(unit * each, min(bounds[bounds.shape[0] - 1], unit * each + each)):
-            _gate_row(both, t, inner, row)
-            scale[t] = encode(INT8, row, inner, words, t * groups, groups)
-        leave(counts, phase)
-        unit = take(counts, phase)
-    settle(counts, phase, units)
+    each_row(counts, phase, most, _encode_gated_row, (inner, both, bounds, row, words, groups, scale))
+
+
+@njit(inline="always", error_model="numpy")
+def _weighted_sum(t: Any, args: Any) -> None:
+    first, experts, weights, bounds, places, y, out = args
+    out[t] = np.float32(0.0)
+    for i in range(places.shape[1]):
+        place = places[t, i]
+        if place >= 0:
+            e = 0
+            while bounds[e + 1] <= place:
+                e += 1
+            weight = np.float32(0.0)
+            for k in range(experts.shape[1]):
+                if experts[t, k] == first + e:
+                    weight = weights[t, k]
+            for j in range(out.shape[1]):
+                out[t, j] += weight * y[place, j]
 
 
 @kernel()
@@ -317,28 +307,7 @@ def _weighted_sums(
     out: Array,
 ) -> None:
     """A token's choices, weighted and added up in the order of experts."""
-    rows, size = out.shape
-    each = max(1, share(rows))
-    units = (rows + each - 1) // each
-    unit = take(counts, phase)
-    while unit < units:
-        for t in range(unit * each, min(rows, unit * each + each)):
-            out[t] = np.float32(0.0)
-            for i in range(places.shape[1]):
-                place = places[t, i]
-                if place >= 0:
-                    e = 0
-                    while bounds[e + 1] <= place:
-                        e += 1
-                    weight = np.float32(0.0)
-                    for k in range(experts.shape[1]):
-                        if experts[t, k] == first + e:
-                            weight = weights[t, k]
-                    for j in range(size):
-                        out[t, j] += weight * y[place, j]
-        leave(counts, phase)
-        unit = take(counts, phase)
-    settle(counts, phase, units)
+    each_row(counts, phase, out.shape[0], _weighted_sum, (first, experts, weights, bounds, places, y, out))
 
 
 @kernel()

@@ -57,6 +57,41 @@ def settle(counts: Array, phase: int, units: int) -> None:
             give_way()
 
 
+@njit(inline="always")
+def each_unit(counts: Any, phase: Any, units: Any, body: Any, args: Any) -> None:
+    """A phase: ``body(unit, args)`` for every unit that this thread gets, until all are done.
+
+    ``body`` is a compiled function that is always inlined, so that nothing is called here.
+    """
+    unit = take(counts, phase)
+    while unit < units:
+        body(unit, args)
+        leave(counts, phase)
+        unit = take(counts, phase)
+    settle(counts, phase, units)
+
+
+@njit(inline="always")
+def share(rows: Any) -> Any:
+    """Rows in a unit of a phase that goes row by row."""
+    return max(1, (rows + 15) // 16)
+
+
+@njit(inline="always")
+def _some_rows(unit: Any, args: Any) -> None:
+    """``body(t, inner)`` for the rows of a unit."""
+    rows, each, body, inner = args
+    for t in range(unit * each, min(rows, unit * each + each)):
+        body(t, inner)
+
+
+@njit(inline="always")
+def each_row(counts: Any, phase: Any, rows: Any, body: Any, args: Any) -> None:
+    """A phase that goes row by row: as `each_unit`, with ``body(t, args)`` for each row."""
+    each = share(rows)
+    each_unit(counts, phase, (rows + each - 1) // each, _some_rows, (rows, each, body, args))
+
+
 class Team:
     """The calling thread and its helpers. Of several threads that call `run` at once, the first gets the helpers."""
 
