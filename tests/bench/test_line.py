@@ -4,14 +4,28 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from paceline.bench.line import AFTER, BEFORE, LineOptions, Profile, counts_in, parse_rates
-from paceline.bench.line_lab import fit_cost, scenario_of
+from paceline.bench.line import (
+    AFTER,
+    BEFORE,
+    Counts,
+    LineOptions,
+    LineResult,
+    Load,
+    Measured,
+    Profile,
+    counts_in,
+    parse_rates,
+)
+from paceline.bench.line_lab import fit_cost, scenario_of, simulate_line
 from paceline.core.config import ConfigError
 from paceline.sim.cluster import simulate
 
@@ -68,18 +82,53 @@ def test_the_server_gets_what_the_experiment_needs() -> None:
     assert json.loads(value["--compilation-config"]) == {"cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
-@pytest.mark.parametrize("changes", [{"ranks": 1}, {"request_rates": ()}, {"num_prompts": 0}, {"acceptance": ()}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranks": 1},
+        {"request_rates": ()},
+        {"request_rates": (1.0, 0.0)},
+        {"request_rates": (math.inf,)},
+        {"num_prompts": 0},
+        {"acceptance": ()},
+        {"rounds": 0},
+    ],
+)
 def test_what_is_no_experiment_is_refused_by_name(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as refused:
         options(**changes)
     assert refused.value.field == next(iter(changes))
 
 
-@pytest.mark.parametrize("text", ["", "1,x", "0", "-1", "inf"])
+@pytest.mark.parametrize("text", ["", "1,x", "1,,2"])
 def test_rates_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="request_rates"):
         parse_rates(text)
     assert parse_rates("0.5,2") == (0.5, 2.0)
+
+
+def test_the_gaps_of_all_rounds_are_taken_together() -> None:
+    one = Load(np.full(99, 0.020), Counts(Counter(FULL=50), Counter(), 3, 10, 15), 5)
+    two = Load(np.array([0.100]), Counts(Counter(NONE=50), Counter(qlen_1_resumed=2), 4, 10, 16), 4, Counter(gone=1))
+    both = Measured((one, two)).to_json()
+    assert both["p50_itl_ms"] == pytest.approx(20)
+    assert both["p99_itl_ms"] == pytest.approx(20.8), "of 100 gaps, between the 99th and the last"
+    assert both["p99_itl_ms_by_round"] == pytest.approx([20, 100])
+    assert (both["full_step_share"], both["group_steps"], both["misses"]) == (0.5, 100, {"qlen_1_resumed": 2})
+    assert (both["idle_rank_admissions"], both["completed"], both["failed"]) == (7, 9, 1)
+    assert both["acceptance_length"] == pytest.approx(1 + 31 / 20)
+
+
+def test_each_round_has_a_load_of_its_own_and_the_laboratory_the_same() -> None:
+    o = options(rounds=3, num_prompts=30, request_rates=(1.0,))
+    assert [o.workload(1.0, 30, None, turn).seed for turn in range(3)] == [300, 301, 302]
+    nothing = {1.0: Measured(())}
+    profile = Profile({1: 50, 4: 56}, {1: 80, 4: 86})
+    simulated = simulate_line(LineResult(o, nothing, nothing, profile))
+    assert simulated is not None
+    assert [run.seed for run in simulated.after[1.0].runs] == [300, 301, 302]
+    p99s = sorted(run.p99_itl_ms for run in simulated.after[1.0].runs)
+    assert simulated.to_json()["rates"][0]["after"]["p99_itl_ms"] == p99s[1]
 
 
 def test_a_profile_gives_back_the_costs_that_made_it() -> None:

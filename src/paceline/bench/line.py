@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.bench.options import BenchOptions
@@ -32,7 +34,8 @@ ACCEPTANCE = (0.70, 0.49, 0.3382)
 BEFORE, AFTER = "running", "resumed"
 """Values of ``pad_resumed``."""
 VOCAB_SIZE = 32_000
-"""Random prompt ids lie below it. DecodeBench computes none of them but the last."""
+"""Random prompt ids lie below it, if the model has as many. DecodeBench computes none of them but the last."""
+PERCENTILES = (50.0, 99.0)
 PROFILE_PROMPTS = 6
 """Requests per stream of a profile's run."""
 
@@ -41,7 +44,10 @@ Mode = Literal["FULL_DECODE_ONLY", "NONE"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineOptions:
-    """``model``: a folder with a mixture of experts, ``draft``: its EAGLE-3 model. Lengths are in tokens."""
+    """``model``: a folder with a mixture of experts, ``draft``: its EAGLE-3 model. Lengths are in tokens.
+
+    ``rounds``: how often everything is measured, each time with another seed; the gaps of all are taken together.
+    """
 
     model: Path
     draft: Path
@@ -55,16 +61,20 @@ class LineOptions:
     output_len: int = 32
     range_ratio: float = 0.5
     block_size: int = 16
+    vocab_size: int = VOCAB_SIZE
     profile_concurrency: tuple[int, ...] = (1, 2, 4, 8)
+    rounds: int = 1
     seed: int = 300
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "max_num_seqs", "num_prompts", "input_len", "output_len", "block_size"):
+        sizes = ("max_num_seqs", "input_len", "output_len", "block_size", "vocab_size")
+        for name in ("ranks", "num_prompts", "rounds", *sizes):
             require_int(getattr(self, name), 1, name)
         require(self.ranks >= 2, "ranks", f"a line needs at least 2, got {self.ranks}")
         require(len(self.acceptance) > 0, "acceptance", "needs a rate for each draft")
         require(len(self.request_rates) > 0, "request_rates", "name at least one")
-        require(all(rate > 0 for rate in self.request_rates), "request_rates", "must be above 0")
+        good = all(math.isfinite(rate) and rate > 0 for rate in self.request_rates)
+        require(good, "request_rates", f"must be above 0, got {', '.join(map(str, self.request_rates))}")
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -98,18 +108,18 @@ class LineOptions:
             "pad_resumed": pad_resumed,
         }
 
-    def workload(self, rate: float, num_prompts: int, max_concurrency: int | None) -> Workload:
-        """The load at ``rate`` requests per second."""
+    def workload(self, rate: float, num_prompts: int, max_concurrency: int | None, turn: int = 0) -> Workload:
+        """The load at ``rate`` requests per second in round ``turn``."""
         return Workload(
             input_len=self.input_len,
             output_len=self.output_len,
             range_ratio=self.range_ratio,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=self.vocab_size,
             num_prompts=num_prompts,
             num_warmups=2 * self.ranks,
             request_rate=rate,
             max_concurrency=max_concurrency,
-            seed=self.seed,
+            seed=self.seed + turn,
         )
 
     def server_arguments(self, pad_resumed: str, mode: Mode) -> list[str]:
@@ -145,6 +155,15 @@ class Counts:
     drafts: int = 0
     accepted: int = 0
 
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.steps + other.steps,
+            self.misses + other.misses,
+            self.idle_rank_admissions + other.idle_rank_admissions,
+            self.drafts + other.drafts,
+            self.accepted + other.accepted,
+        )
+
     def since(self, before: Counts) -> Counts:
         """What was added after ``before`` was read."""
         return Counts(
@@ -171,25 +190,55 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One run of the load. ITL is per chunk: the gap between messages, each of which carries a step's tokens."""
+class Load:
+    """A load that was sent: the gaps between an answer's messages in s, each of which carries a step's tokens.
 
-    itl: Latency
+    ``failures``: requests that failed, by reason.
+    """
+
+    gaps_s: NDArray[np.float64]
     counts: Counts
     completed: int
-    failed: int
+    failures: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def itl(self) -> Latency:
+        """ITL, per chunk."""
+        return Latency.of(self.gaps_s, PERCENTILES)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One side at one rate: a load per round."""
+
+    loads: tuple[Load, ...]
+
+    @property
+    def itl(self) -> Latency:
+        """ITL, per chunk, of all rounds together."""
+        return Latency.of(np.concatenate([load.gaps_s for load in self.loads]), PERCENTILES)
+
+    @property
+    def counts(self) -> Counts:
+        return sum((load.counts for load in self.loads), Counts())
+
+    @property
+    def failures(self) -> Counter[str]:
+        return sum((load.failures for load in self.loads), Counter())
 
     def to_json(self) -> dict[str, Any]:
+        counts = self.counts
         return {
             "p50_itl_ms": self.itl.p(50),
             "p99_itl_ms": self.itl.p(99),
-            "full_step_share": self.counts.full_step_share,
-            "misses": dict(self.counts.misses),
-            "group_steps": self.counts.group_steps,
-            "idle_rank_admissions": self.counts.idle_rank_admissions,
-            "acceptance_length": self.counts.acceptance_length,
-            "completed": self.completed,
-            "failed": self.failed,
+            "p99_itl_ms_by_round": [load.itl.p(99) for load in self.loads],
+            "full_step_share": counts.full_step_share,
+            "misses": dict(counts.misses),
+            "group_steps": counts.group_steps,
+            "idle_rank_admissions": counts.idle_rank_admissions,
+            "acceptance_length": counts.acceptance_length,
+            "completed": sum(load.completed for load in self.loads),
+            "failed": self.failures.total(),
         }
 
 
@@ -210,28 +259,39 @@ class LineResult:
     after: dict[float, Measured]
     profile: Profile | None = None
 
+    @property
+    def failures(self) -> Counter[str]:
+        """Requests that failed in the whole experiment, by reason."""
+        return sum((one.failures for side in (self.before, self.after) for one in side.values()), Counter())
+
 
 def measure_line(options: LineOptions, stage: Stage, *, profile: bool = True) -> LineResult:
-    """Measure every rate before and after, each on a server of its own, and profile a step.
+    """Measure every rate before and after, each time on a server of its own, and profile a step.
+
+    Rounds take the two sides in turn, so that a machine that becomes slower or faster meets both.
 
     Raises:
         ServerFailed: the ranks do not start.
     """
-    measured: dict[str, dict[float, Measured]] = {}
+    loads: dict[tuple[str, float], list[Load]] = defaultdict(list)
     full: dict[int, float] = {}
-    for pad_resumed in (BEFORE, AFTER):
-        with _ranks(options, pad_resumed, "FULL_DECODE_ONLY", stage) as url:
-            if pad_resumed == AFTER and profile:
-                full = _profile(options, url, stage)
-            measured[pad_resumed] = {
-                rate: measure_load(options, url, options.workload(rate, options.num_prompts, None), stage)
-                for rate in options.request_rates
-            }
+    for turn in range(options.rounds):
+        for pad_resumed in (BEFORE, AFTER) if turn % 2 == 0 else (AFTER, BEFORE):
+            with _ranks(options, pad_resumed, "FULL_DECODE_ONLY", stage) as url:
+                if pad_resumed == AFTER and profile and not full:
+                    full = _profile(options, url, stage)
+                for rate in options.request_rates:
+                    workload = options.workload(rate, options.num_prompts, None, turn)
+                    loads[pad_resumed, rate].append(measure_load(url, workload, stage))
     eager = None
     if profile:
         with _ranks(options, AFTER, "NONE", stage) as url:
             eager = _profile(options, url, stage)
-    return LineResult(options, measured[BEFORE], measured[AFTER], None if eager is None else Profile(full, eager))
+
+    def side(pad_resumed: str) -> dict[float, Measured]:
+        return {rate: Measured(tuple(loads[pad_resumed, rate])) for rate in options.request_rates}
+
+    return LineResult(options, side(BEFORE), side(AFTER), None if eager is None else Profile(full, eager))
 
 
 @contextmanager
@@ -243,21 +303,28 @@ def _ranks(options: LineOptions, pad_resumed: str, mode: Mode, stage: Stage) -> 
         yield url
 
 
-def measure_load(options: LineOptions, url: str, workload: Workload, stage: Stage) -> Measured:
+def measure_load(url: str, workload: Workload, stage: Stage) -> Load:
     """Send a load, warm-ups first, and take what the ranks counted from then on."""
     bench = BenchOptions(
-        base_url=url, workload=workload, prompt_token_ids=True, temperature=0.0, metric_percentiles=(50.0, 99.0)
+        base_url=url,
+        workload=workload,
+        vocab_size=workload.vocab_size,
+        prompt_token_ids=True,
+        temperature=0.0,
+        metric_percentiles=PERCENTILES,
     )
     outcome = run(bench, _no_tokenizer, stage)
     before, after = map(counts_in, outcome.metrics)
-    summary = outcome.report.summary
-    return Measured(summary.itl, after.since(before), summary.completed, summary.failed)
+    report = outcome.report
+    gaps = [record.itls_s() for record in report.run.records if record.ok]
+    failures = Counter(dict(report.failures()))
+    return Load(np.concatenate([np.empty(0), *gaps]), after.since(before), report.summary.completed, failures)
 
 
 def _profile(options: LineOptions, url: str, stage: Stage) -> dict[int, float]:
     """Median ITL in ms with a constant number of requests in flight."""
     return {
-        count: measure_load(options, url, options.workload(math.inf, PROFILE_PROMPTS * count, count), stage).itl.p(50)
+        count: measure_load(url, options.workload(math.inf, PROFILE_PROMPTS * count, count), stage).itl.p(50)
         for count in options.profile_concurrency
         if count <= options.ranks * options.max_num_seqs
     }
@@ -302,8 +369,6 @@ def rates_json(result: LineResult) -> list[dict[str, Any]]:
 def parse_rates(text: str) -> tuple[float, ...]:
     """Request rates separated by commas. Raises `ConfigError`."""
     try:
-        rates = tuple(float(part) for part in text.split(","))
+        return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ConfigError("request_rates", f"must be numbers separated by commas, got {text!r}") from None
-    require(all(math.isfinite(rate) and rate > 0 for rate in rates), "request_rates", f"must be above 0, got {text!r}")
-    return rates

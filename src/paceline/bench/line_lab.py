@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,18 +18,29 @@ from paceline.sim.scenario import Cluster, Connector, Cost, Scenario, Seeds
 
 
 @dataclass(frozen=True, slots=True)
+class Expected:
+    """One side at one rate: a run per round, with the seed of the real one. Figures are medians over the runs."""
+
+    runs: tuple[RunReport, ...]
+
+    def median(self, measure: str) -> float:
+        return statistics.median(getattr(run, measure) for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
 class Simulated:
-    """Runs on the virtual clock, by request rate. ``cost``: what a step was said to take."""
+    """What the laboratory expects, by request rate. ``cost``: what a step was said to take."""
 
     cost: Cost
-    before: dict[float, RunReport]
-    after: dict[float, RunReport]
+    before: dict[float, Expected]
+    after: dict[float, Expected]
 
     def to_json(self) -> dict[str, Any]:
-        names = ("p50_itl_ms", "p99_itl_ms", "full_step_share", "misses", "group_steps", "acceptance_length")
+        names = ("p50_itl_ms", "p99_itl_ms", "full_step_share", "group_steps", "acceptance_length")
 
-        def side(report: RunReport) -> dict[str, Any]:
-            return {name: getattr(report, name) for name in names}
+        def side(expected: Expected) -> dict[str, Any]:
+            misses = sum((Counter(run.misses) for run in expected.runs), Counter())
+            return {**{name: expected.median(name) for name in names}, "misses": dict(misses)}
 
         cost = {name: getattr(self.cost, name) for name in ("step_base_ms", "per_group_row_ms", "eager_step_ms")}
         return {
@@ -79,7 +92,7 @@ def scenario_of(options: LineOptions, rate: float, pad_resumed: str, cost: Cost)
         cluster=Cluster(nodes=1, ranks_per_node=options.ranks),
         connector=Connector(name="DecodeBenchConnector"),
         workload=replace(workload, seed=0),  # set per run, from the seeds
-        seeds=Seeds(base=options.seed),
+        seeds=Seeds(base=options.seed, stride=1),
         cost=cost,
     )
 
@@ -90,8 +103,13 @@ def simulate_line(result: LineResult) -> Simulated | None:
         return None
     cost = fit_cost(result.profile)
 
-    def side(pad_resumed: str) -> dict[float, RunReport]:
+    def side(pad_resumed: str) -> dict[float, Expected]:
         options = result.options
-        return {rate: simulate(scenario_of(options, rate, pad_resumed, cost)) for rate in options.request_rates}
+        return {
+            rate: Expected(
+                tuple(simulate(scenario_of(options, rate, pad_resumed, cost), turn) for turn in range(options.rounds))
+            )
+            for rate in options.request_rates
+        }
 
     return Simulated(cost, side(BEFORE), side(AFTER))

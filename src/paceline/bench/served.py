@@ -34,7 +34,7 @@ def server(arguments: Sequence[str], timeout_s: float = READY_TIMEOUT_S) -> Iter
     Raises:
         ServerFailed: it is not ready in time, or ends by itself.
     """
-    with tempfile.TemporaryFile("w+", prefix="paceline-server-") as log, _exit_on_sigterm():
+    with tempfile.TemporaryFile("w+", prefix="paceline-server-") as log, exit_on_sigterm():
         process = subprocess.Popen(
             [*PACELINE, "serve", *arguments, "--port", "0"], stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
@@ -72,7 +72,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """SIGTERM ends the program like an exception within the block, so that whoever has to clean up does."""
 
     def leave(number: int, frame: FrameType | None) -> None:

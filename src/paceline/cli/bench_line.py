@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import msgspec
 from cyclopts import Parameter
 from rich import box
 from rich.table import Table
@@ -17,8 +19,7 @@ from paceline.cli.output import STDOUT, CommandError, Json, check_target, intege
 
 if TYPE_CHECKING:
     from paceline.bench.line import LineResult, Measured
-    from paceline.bench.line_lab import Simulated
-    from paceline.sim.cluster import RunReport
+    from paceline.bench.line_lab import Expected, Simulated
 
 BAR_COLUMNS = 44
 """Of the longest bar of the chart."""
@@ -44,7 +45,10 @@ def line(
     num_prompts: Annotated[int, Parameter(converter=integer, help="Requests at each rate.")] = 120,
     input_len: Annotated[int, Parameter(converter=integer, help="Prompt tokens, spread by 50%.")] = 256,
     output_len: Annotated[int, Parameter(converter=integer, help="Output tokens, spread by 50%.")] = 32,
-    seed: Annotated[int, Parameter(converter=integer, help="Of lengths and arrivals.")] = 300,
+    rounds: Annotated[
+        int, Parameter(converter=integer, help="Measure everything so often, with a seed each; a P99 needs many gaps.")
+    ] = 1,
+    seed: Annotated[int, Parameter(converter=integer, help="Of lengths and arrivals; of the first round.")] = 300,
     profile: Annotated[
         bool, Parameter(help="Measure what a step costs, and simulate the same load with these costs.")
     ] = True,
@@ -57,7 +61,7 @@ def line(
     width, once they are. Takes minutes.
     """
     try:
-        from paceline.bench.line import LineOptions, measure_line, parse_rates, rates_json
+        from paceline.bench.line import LineOptions, measure_line, parse_rates
         from paceline.bench.line_lab import simulate_line
         from paceline.bench.served import ServerFailed
     except ModuleNotFoundError as error:
@@ -66,26 +70,41 @@ def line(
 
     check_target(json, "--json")
     folder = work_dir or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paceline" / "line"
-    rates = parse_rates(request_rates)
-    model = model or _made(folder / "smollm2-4x", "upcycle", "smollm2")
-    draft = draft or _made(folder / f"{model.name}-eagle3", "random-eagle3", str(model))
+    target = (model or folder / "smollm2-4x").resolve()
+    head = (draft or folder / f"{target.name}-eagle3").resolve()
+    # Before anything is made: what is wrong with the options is told at once.
     options = LineOptions(
-        model=model.resolve(),
-        draft=draft.resolve(),
+        model=target,
+        draft=head,
         ranks=ranks,
         quantization=quantization,
         max_num_seqs=max_num_seqs,
-        request_rates=rates,
+        request_rates=parse_rates(request_rates),
         num_prompts=num_prompts,
         input_len=input_len,
         output_len=output_len,
+        rounds=rounds,
         seed=seed,
     )
+    if model is None:
+        _make(target, "upcycle", "smollm2", "--dtype", "bfloat16")
+    if draft is None:
+        _make(head, "random-eagle3", str(target))
     try:
-        result = measure_line(options, stages(True), profile=profile)
+        result = measure_line(replace(options, vocab_size=_vocab_size(target)), stages(True), profile=profile)
     except ServerFailed as error:
         raise CommandError(str(error)) from error
-    simulated = simulate_line(result)
+    _report(result, simulate_line(result), json)
+
+
+def _report(result: LineResult, simulated: Simulated | None, json: str | None) -> None:
+    """Write the result file, the table and the chart.
+
+    Raises:
+        CommandError: requests failed; everything is written all the same.
+    """
+    from paceline.bench.line import rates_json
+
     if json is not None:
         data: dict[str, object] = {"rates": rates_json(result)}
         if result.profile is not None and simulated is not None:
@@ -94,17 +113,37 @@ def line(
         write_json(data, json)
     if json != STDOUT:
         _show(result, simulated)
+    if result.failures:
+        [(reason, count)] = result.failures.most_common(1)
+        raise CommandError(
+            f"{result.failures.total()} requests failed, {count} of them so: {reason}; the figures are of the others"
+        )
 
 
-def _made(target: Path, command: str, source: str) -> Path:
-    """A folder that ``paceline command source`` writes, made if it is not there."""
+def _make(target: Path, command: str, source: str, *flags: str) -> None:
+    """Let ``paceline command source`` write the folder ``target`` if it is not there."""
     if not (target / "config.json").exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         stderr().print(f"making {target} with paceline {command}")
-        done = subprocess.run([sys.executable, "-m", "paceline", command, source, str(target)], check=False)
+        done = subprocess.run([sys.executable, "-m", "paceline", command, source, str(target), *flags], check=False)
         if done.returncode:
             raise CommandError(f"paceline {command} ended with status {done.returncode}")
-    return target
+
+
+def _vocab_size(model: Path) -> int:
+    """How many ids random prompts may have.
+
+    Raises:
+        CommandError: this is no model folder.
+    """
+    from paceline.bench.line import VOCAB_SIZE
+
+    config = model / "config.json"
+    try:
+        known = msgspec.json.decode(config.read_bytes())["vocab_size"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CommandError(f"--model: no vocab_size in {str(config)!r} ({error}); name a model folder") from error
+    return min(VOCAB_SIZE, int(known))
 
 
 def _show(result: LineResult, simulated: Simulated | None) -> None:
@@ -127,11 +166,12 @@ def _show(result: LineResult, simulated: Simulated | None) -> None:
     console.print(chart(result))
 
 
-def _cells(measured: Measured, run: RunReport | None) -> list[str]:
+def _cells(measured: Measured, expected: Expected | None) -> list[str]:
     counts = measured.counts
     figures = [f"{measured.itl.p(50):.1f}", f"{measured.itl.p(99):.1f}", f"{counts.full_step_share:.1%}"]
-    if run is not None:
-        beside = (f"{run.p50_itl_ms:.1f}", f"{run.p99_itl_ms:.1f}", f"{run.full_step_share:.1%}")
+    if expected is not None:
+        p50, p99, share = map(expected.median, ("p50_itl_ms", "p99_itl_ms", "full_step_share"))
+        beside = (f"{p50:.1f}", f"{p99:.1f}", f"{share:.1%}")
         figures = [f"{real} ({simulated})" for real, simulated in zip(figures, beside, strict=True)]
     return [
         *figures,

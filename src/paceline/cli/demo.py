@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``paceline demo``: one scheduler on two clocks. A measured cluster simulated; a real model, offline and served."""
+"""``paceline demo``: one scheduler on two clocks. A measured cluster simulated; a real model, offline, served, and as a
+line of two ranks."""
 
 from __future__ import annotations
 
@@ -47,15 +48,18 @@ def demo(
     *,
     seeds: Annotated[int, Parameter(converter=integer, help="Simulated runs of each cell.")] = 5,
 ) -> None:
-    """A measured cluster beside the simulated one; a real model with n-gram speculation off and on; the model served.
+    """A measured cluster beside the simulated one; a real model with n-gram speculation off and on; the model served;
+    two ranks in lock-step, before and after.
 
     All parts run the same scheduler: the first on a virtual clock with sixteen ranks, the others on this machine.
     """
+    from paceline.cli.demo_line import show_line
     from paceline.cli.demo_serving import show_server
 
     show_cluster(at_least(seeds, 1, "--seeds"))
     show_model()
     show_server()
+    show_line()
 
 
 def show_cluster(seeds: int) -> None:
