@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.connectors.decode_bench.scheduler import DecodeBenchScheduler, Fill
 from paceline.connectors.decode_bench.worker import DecodeBenchWorker
 from paceline.core.config import CacheConfig, EngineConfig, SchedulerConfig
-from paceline.core.plan import StepOutput
+from paceline.core.plan import StepOutput, StepPlan, TransferEvent
 from paceline.core.request import Request, SamplingParams, StoredTokens
 from paceline.core.scheduler import Scheduler
 from paceline.engine.rank import Rank
@@ -145,6 +145,124 @@ def test_L11_a_load_that_fails_is_an_error_of_its_request_after_a_step_that_is_r
     engine.run()
     assert engine.ended["b"].finish_reason == "error"
     assert engine.tokens["a"] == tokens["a"], "its peer in the step was not touched"
+
+
+class Raiser(Courier):
+    """A load that raises while ``armed``: when it starts (layer None), or when a layer waits for it.
+
+    ``told``: the request whose blocks are named beside it, by its place among those that join.
+    """
+
+    def __init__(self, source: Any, layer: int | None, told: int | None = None) -> None:
+        super().__init__(source)
+        self.layer = layer
+        self.told = told
+        self.armed = True
+
+    def _raise(self, layer: int | None) -> None:
+        if self.armed and layer == self.layer:
+            raise ConnectionError("the other side is gone")
+
+    def start_load_kv(self, meta: Sequence[Fill]) -> None:
+        super().start_load_kv(meta)
+        if self.armed and self.told is not None:
+            self.bad.update(meta[self.told].blocks[0])
+        self._raise(None)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        super().wait_for_layer_load(layer)
+        self._raise(layer)
+
+
+class Offers(DecodeBenchScheduler):
+    """Loads for the requests ``names`` only."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(BLOCK_SIZE)
+        self.names = names
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> tuple[int, bool]:
+        return super().get_num_new_matched_tokens(request, num_computed) if request.id in self.names else (0, False)
+
+
+@pytest.mark.parametrize("layer", [None, 0, 1])
+def test_L11_a_load_that_raises_is_an_error_of_its_request_after_the_whole_step(
+    model: Llama, computed: Any, layer: int | None
+) -> None:
+    tokens, source = computed
+    engine = Engine(model, courier := Raiser(source, layer))
+    courier.armed = False
+    engine.add("a")
+    engine.step()
+    courier.armed = True
+    engine.add("b")
+    engine.step()
+    courier.armed = False
+    assert courier.calls[-6:] == ["load", "wait 0", "save 0", "wait 1", "save 1", "saved"]
+    error = "the KV of this request could not be loaded: ConnectionError: the other side is gone"
+    assert (engine.ended["b"].finish_reason, engine.ended["b"].error) == ("error", error)
+    engine.run()
+    assert engine.tokens == {"a": tokens["a"], "b": []}
+    assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.num_usable
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_blocks_told_beside_an_exception_say_whose_load_it_was(model: Llama, computed: Any, told: int) -> None:
+    tokens, source = computed
+    engine = Engine(model, courier := Raiser(source, None, told))
+    for name in PROMPTS:
+        engine.add(name)
+    engine.step()
+    courier.armed = False
+    engine.run()
+    lost, kept = ("a", "b") if told == 0 else ("b", "a")
+    assert engine.ended[lost].finish_reason == "error"
+    assert "could not be loaded: ConnectionError" in (engine.ended[lost].error or "")
+    assert engine.tokens[kept] == tokens[kept]
+
+
+def test_an_exception_is_no_fault_of_those_who_load_nothing(model: Llama, computed: Any) -> None:
+    tokens, source = computed
+    engine = Engine(model, courier := Raiser({1: source[1]}, None))
+    engine.scheduler.connector = Offers("b")
+    for name in PROMPTS:
+        engine.add(name)
+    engine.step()
+    courier.armed = False
+    engine.run()
+    assert engine.ended["b"].finish_reason == "error"
+    assert engine.tokens["a"] == tokens["a"], "it joined beside the other"
+
+
+def test_an_exception_that_is_nobodys_fault_ends_the_engine(model: Llama, computed: Any) -> None:
+    engine = Engine(model, Raiser(computed[1], None))
+    with pytest.raises(ConnectionError):
+        engine.executor.launch(StepPlan(0, (), 0, 0, load_meta=[]))
+
+
+class Reporter(Courier):
+    """Reports what is lost as the end of the transfer too."""
+
+    def start_load_kv(self, meta: Sequence[Fill]) -> None:
+        super().start_load_kv(meta)
+        self.ended = [
+            TransferEvent("loaded", fill.seq, 0, error="lost", failed_blocks=tuple(sorted(self.bad))) for fill in meta
+        ]
+
+    def get_finished(self) -> Sequence[TransferEvent]:
+        ended, self.ended = self.ended, []
+        return ended
+
+
+@pytest.mark.parametrize("lost", [[0], [3], [2, 4]])
+def test_a_reported_failure_is_recomputed_if_that_is_the_policy(model: Llama, computed: Any, lost: list[int]) -> None:
+    tokens, source = computed
+    engine = Engine(model, Reporter(source, lost), policy="recompute")
+    engine.add("a")
+    engine.run()
+    assert engine.ended["a"].finish_reason == "length"
+    assert engine.tokens["a"] == tokens["a"]
+    assert engine.scheduler.stats.load_failures == 1
 
 
 def test_a_preempted_request_is_told_before_its_blocks_are_used_again(model: Llama, computed: Any) -> None:

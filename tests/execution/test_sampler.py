@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.request import SamplingParams
-from paceline.execution.sampler import Filters, Purpose, derived_seed, draw, filtered, probabilities, uniform
+from paceline.execution.sampler import Filters, Purpose, derived_seed, draw, filtered, probabilities, uniform, uniforms
 
 
 @given(st.integers(-(2**70), 2**70), st.integers(0, 2**40))
@@ -123,3 +123,16 @@ def test_only_requests_that_cut_something_have_filters() -> None:
     assert Filters.of(SamplingParams(top_k=-1, seed=4, presence_penalty=1.0)) is None
     assert Filters.of(SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5)) is None
     assert Filters.of(SamplingParams(top_k=3, top_p=0.5, min_p=0.1)) == Filters(0.1, 3, 0.5)
+
+
+def test_many_numbers_are_those_drawn_one_by_one() -> None:
+    seeds, positions = (
+        [0, 5, 2**64 - 1, -3, 2**70 + 9],
+        np.array([[0, 1, 2], [7, 8, 9], [0, 99, 10**6], [1, 2, 3], [4, 5, 6]]),
+    )
+    for purpose in Purpose:
+        found = uniforms(seeds, positions, purpose)
+        assert found.tolist() == [
+            [uniform(seed, int(position), purpose) for position in row]
+            for seed, row in zip(seeds, positions, strict=True)
+        ]

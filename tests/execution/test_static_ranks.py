@@ -104,7 +104,7 @@ class Group:
         model = load_model(self.folders[0], quantization="int8", parallel=exchange).model
         draft = load_eagle3(self.folders[1], model, parallel=exchange) if self.method == "eagle3" else None
         rank = Rank(Scheduler(config), ModelExecutor(model, config, draft=draft))
-        votes, graphs = SharedVotes(board), GraphDispatcher(config)
+        votes, graphs = SharedVotes(board, DEADLINE_S), GraphDispatcher(config)
         params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
         waiting = dict(requests)
         for step in range(1000):

@@ -187,7 +187,7 @@ def test_L10_ranks_that_meet_in_memory_notice_too(models: Models, number: signal
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--data-parallel-size", "2", "--headless"], "--data-parallel-start-rank"),
+        (["--data-parallel-size", "2", "--headless"], "--data-parallel-size-local"),
         (["--compilation-config", '{"level": 3}'], "compilation_config.level"),
         (["--compilation-config", '{"cudagraph_mode": "PIECEWISE"}'], "compilation_config.cudagraph_mode"),
         (["--compilation-config", '{"cudagraph_capture_sizes": [0]}'], "compilation_config.cudagraph_capture_sizes"),

@@ -254,6 +254,13 @@ def test_once_a_stop_is_agreed_on_new_requests_are_refused_and_old_ones_finish()
         assert "shutting down" in line.refusals[late[0]]
 
 
+def test_a_stop_that_comes_after_the_end_is_no_news() -> None:
+    """One rank's stop ends all, perhaps before the next is told."""
+    with Line(2) as line:
+        line.stop(0)
+        line.stop()
+
+
 def test_a_rank_that_fails_ends_the_others_too() -> None:
     with Line(3) as line:
         line.models[1]._on_launch = fail_later(line.models[1])
@@ -279,8 +286,14 @@ def test_a_closed_link_ends_a_sleeping_rank() -> None:
 
 
 def wait_for_sleep(line: Line) -> None:
-    """Wait until the last votes say that nobody has work."""
+    """Wait until the last votes say that nobody has work, and every rank knows them."""
+
+    def asleep() -> bool:
+        history = line.votes.history
+        known = all(left == len(history) for left in line.votes.left)
+        return known and bool(history) and not any(vote.has_work for vote in history[-1])
+
     ends = time.monotonic() + DEADLINE_S
-    while not line.votes.history or any(vote.has_work for vote in line.votes.history[-1]):
+    while not asleep():
         assert time.monotonic() < ends
         time.sleep(0.001)

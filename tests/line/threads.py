@@ -95,12 +95,13 @@ class ScriptedModel:
 
 
 class ThreadVotes:
-    """The collective: every rank leaves its vote and waits for all others'."""
+    """The collective: every rank leaves its vote and waits for all others'. ``left``: how often each went on."""
 
     def __init__(self, ranks: int) -> None:
         self._barrier = threading.Barrier(ranks)
         self._slots: list[Vote | None] = [None] * ranks
         self.history: list[list[Vote]] = []
+        self.left = [0] * ranks
 
     def of(self, rank: int) -> Any:
         outer = self
@@ -114,6 +115,7 @@ class ThreadVotes:
                     if rank == 0:
                         outer.history.append(votes)
                     outer._barrier.wait(DEADLINE_S)
+                    outer.left[rank] += 1
                 except threading.BrokenBarrierError:
                     raise PeerLost("a rank did not vote") from None
                 return votes
@@ -145,13 +147,14 @@ class Line:
         self._links = [os.pipe() for _ in range(count)]
         self._outbox = self._socket(zmq.PULL)
         self._outbox.bind("inproc://front")
-        inboxes = [self._socket(zmq.PULL) for _ in range(count)]
-        for i, inbox in enumerate(inboxes):
+        # Kept until the end, whoever has left by then: within a process, a sender without a receiver waits for ever.
+        self._inboxes = [self._socket(zmq.PULL) for _ in range(count)]
+        for i, inbox in enumerate(self._inboxes):
             inbox.bind(f"inproc://inbox-{i}")
         self._to = [self._connected(i) for i in range(count)]
         self.threads = []
-        for i, inbox in enumerate(inboxes):
-            out = self._socket(zmq.PUSH)
+        self._outs = [self._socket(zmq.PUSH) for _ in range(count)]
+        for i, (inbox, out) in enumerate(zip(self._inboxes, self._outs, strict=True)):
             out.connect("inproc://front")
             rank, waits = Rank(self.schedulers[i], self.models[i]), WaitTimes()
             desk = Desk(rank, inbox, out, self._links[i][0], number=i, waits=waits if ranks else None)
@@ -173,6 +176,7 @@ class Line:
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.RCVHWM, 0)
         socket.set(zmq.LINGER, 0)
+        socket.set(zmq.SNDTIMEO, int(DEADLINE_S * 1000))
         return socket
 
     def _connected(self, rank: int) -> zmq.Socket[bytes]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -71,10 +72,14 @@ class Script:
 
 
 class ScriptedExecutor:
-    """Computes any plan from the scripts, with drafts that are always right; ``step_s``: how long a step takes."""
+    """Computes any plan from the scripts, with drafts that are always right; ``step_s``: how long a step takes.
 
-    def __init__(self, num_drafts: int, step_s: float) -> None:
+    ``hangs_at``: the token at which it hangs while its process lives.
+    """
+
+    def __init__(self, num_drafts: int, step_s: float, hangs_at: int | None = None) -> None:
         self._num_drafts = num_drafts
+        self._hangs_at = hangs_at
         self._step_s = step_s
         self._scripts: dict[int, Script] = {}
         self._plan: StepPlan | None = None
@@ -121,6 +126,8 @@ class ScriptedExecutor:
                 os.kill(os.getpid(), signal.SIGKILL)
             if token == RAISE:
                 raise RuntimeError("the script says so")
+            if token == self._hangs_at:
+                threading.Event().wait()
             tokens.append(token)
             if draft != token:
                 break
@@ -133,7 +140,7 @@ def _script(new: NewSequence) -> Script:
 
 
 def build(options: dict[str, Any]) -> BuiltEngine:
-    """Options: ``num_drafts``, ``step_s``, ``refuse`` (a complaint) and fields of the scheduler's configuration.
+    """Options: ``num_drafts``, ``step_s``, ``hangs_at``, ``refuse`` (a complaint), fields of `SchedulerConfig`.
 
     ``data_parallel``: see `runtime.engine_group`; ``lockstep`` there puts the ranks in step, ``differ`` makes the last
     of them another engine.
@@ -143,11 +150,12 @@ def build(options: dict[str, Any]) -> BuiltEngine:
         raise ValueError(chosen["refuse"])
     place = chosen.pop("data_parallel", {})
     num_drafts, step_s = chosen.pop("num_drafts", 0), chosen.pop("step_s", 0.0)
+    hangs_at = chosen.pop("hangs_at", None)
     scheduler = SchedulerConfig(**{"max_model_len": 2048, "max_num_seqs": 64, **chosen})
     speculation = SpeculationConfig(method="ngram" if num_drafts else None, num_speculative_tokens=num_drafts)
     config = EngineConfig(scheduler=scheduler, speculation=speculation, cache=CacheConfig(num_blocks=8192))
     return BuiltEngine(
-        Rank(Scheduler(config), ScriptedExecutor(num_drafts, step_s)),
+        Rank(Scheduler(config), ScriptedExecutor(num_drafts, step_s, hangs_at)),
         ModelInfo(
             name="fake",
             tokenizer=byte_tokenizer().to_str(),
@@ -173,7 +181,8 @@ def _line(place: dict[str, Any]) -> InStep:
     from paceline.parallel.rendezvous import Meeting, Place
     from paceline.parallel.votes import GlooVotes
 
-    meeting = Meeting(Place(**{name: place[name] for name in ("size", "rank", "store", "inbox", "timeout_s")}))
+    names = ("size", "rank", "store", "inbox", "timeout_s", "join_timeout_s")
+    meeting = Meeting(Place(**{name: place[name] for name in names if name in place}))
     layers = 2 + (place.get("differ", False) and place["rank"] == place["size"] - 1)
     peers = meeting.compare({"model": {"num_layers": layers}})
-    return InStep(GlooVotes(place["timeout_s"]), peers)
+    return InStep(GlooVotes(place["timeout_s"], meeting), peers)

@@ -107,6 +107,10 @@ def test_transfers_that_went_wrong_are_counted() -> None:
     assert [samples()[name] for name in names] == [1, 1, 0]
 
 
+def test_the_graph_mode_is_told(server: Server) -> None:
+    assert server.metric("paceline:graph_config_info", cudagraph_mode="NONE") == 1
+
+
 def test_salted_prompts_share_no_cache(server: Server) -> None:
     def hits(**fields: str) -> float:
         before = server.metric("vllm:prefix_cache_hits_total")

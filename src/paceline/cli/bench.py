@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``paceline bench``: a server under load, what the scheduler costs per row, and how fast the simulator is."""
+"""``paceline bench``: a server under load, ranks in step, what deciding costs, and how fast the simulator is."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ EXAMPLES = """Examples:
       --save-result --save-detailed
   paceline bench scheduler
   paceline bench scheduler --running 1,12,64,256,1024 --num-speculative-tokens 3 --json -
+  paceline bench graphs --sizes 4,8,16
   paceline bench sim"""
+GRAPHS = """Decode steps of a mixture in int8 by the static backend (FULL), and the same by the general path.
+
+Milliseconds from the plan to hidden states, without logits, sampling and drafts, on a rank's share of the cores.
+Exchange excluded: one rank with its share of the experts, to which as many tokens come as all ranks would bring.
+Exchange included: all ranks, each a process. Takes a minute or two."""
 
 app = App(name="bench", help_epilogue=EXAMPLES)
 app.command("paceline.cli.bench_serve:serve", name="serve", help="Send load to a server and measure it.")
 app.command("paceline.cli.bench_line:line", name="line", help="Ranks in lock-step, before and after the padding rule.")
+app.command("paceline.cli.bench_graphs:graphs", name="graphs", help=GRAPHS)
 
 
 @app.command

@@ -3,7 +3,9 @@
 
     --data-parallel-size N                           all ranks here, one server
     ... --data-parallel-size-local L                 L ranks here, one server for all: the others are run with
-    ... --headless --data-parallel-start-rank S      no server, and served by the one that runs rank 0
+    ... --headless                                   no server, and served by the one that runs rank 0, which gives out
+                                                     ranks in the order in which such nodes come, or
+    ... --headless --data-parallel-start-rank S      ranks from S on
     ... --data-parallel-hybrid-lb                    a server for the L ranks here; others have servers of their own
     ... --data-parallel-rank R                       the same for one rank, fed by a balancer outside
     --data-parallel-size N --data-parallel-backend ray   one server, ranks where Ray places them
@@ -137,8 +139,8 @@ class DataParallelFlags:
             raise CommandError("--distributed-timeout-seconds: ranks that share no experts wait for nobody; omit it")
         return self.timeout_s
 
-    def _own_ranks(self, size: int) -> tuple[int, int]:
-        """How many ranks run here, and which is the first."""
+    def _own_ranks(self, size: int) -> tuple[int, int | None]:
+        """How many ranks run here, and which is the first (None: the server of rank 0 will say)."""
         if self.rank is not None:
             for flag, given in (("size-local", self.size_local), ("start-rank", self.start_rank)):
                 if given is not None:
@@ -170,11 +172,21 @@ class DataParallelFlags:
         _within("--data-parallel-start-rank", first, size - local + 1)
         return local, first
 
-    def _headless_ranks(self, size: int) -> tuple[int, int]:
+    def _headless_ranks(self, size: int) -> tuple[int, int | None]:
         if self.hybrid_lb:
             raise CommandError("--data-parallel-hybrid-lb: ranks without a server (--headless) share out nothing")
         if self.start_rank is None:
-            raise CommandError("--data-parallel-start-rank: needed with --headless; the server runs rank 0")
+            if self.size_local is None:
+                raise CommandError(
+                    "--data-parallel-size-local: needed with --headless where no --data-parallel-start-rank says which"
+                    " ranks run here"
+                )
+            if not 1 <= self.size_local < size:
+                raise CommandError(
+                    f"--data-parallel-size-local: must be from 1 to {size - 1} with --headless (the server runs rank"
+                    f" 0), got {self.size_local}"
+                )
+            return self.size_local, None
         if not 1 <= self.start_rank < size:
             raise CommandError(
                 f"--data-parallel-start-rank: must be from 1 to {size - 1} with --headless, got {self.start_rank}"

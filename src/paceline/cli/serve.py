@@ -35,6 +35,12 @@ def serve(  # size: most of it is the list of flags, each with its help
         Literal["int8", "none"] | None,
         Parameter(help="Of the weights; by default int8 if they are stored quantised and dtype is auto."),
     ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Parameter(help="auto: a GPU for each rank where PyTorch can use one.")
+    ] = "auto",
+    gpu_memory_utilization: Annotated[
+        float | None, Parameter(help="Of a GPU's memory, the share that a rank may use; 0.9 by default.")
+    ] = None,
     max_model_len: Annotated[
         int | Literal["auto"],
         Parameter(
@@ -55,7 +61,7 @@ def serve(  # size: most of it is the list of flags, each with its help
     scheduling_policy: Annotated[Literal["fcfs", "priority"], Parameter(help="Order of the queue.")] = "fcfs",
     block_size: Annotated[int, Parameter(converter=integer, help="Tokens of a KV block.")] = 16,
     kv_cache_memory_bytes: Annotated[
-        int | None, Parameter(converter=integer, help="Memory for the KV cache; 512 MiB by default.")
+        int | None, Parameter(converter=integer, help="Memory for the KV cache; on a CPU 512 MiB by default.")
     ] = None,
     num_gpu_blocks_override: Annotated[
         int | None, Parameter(converter=integer, help="KV blocks, instead of their memory.")
@@ -71,8 +77,9 @@ def serve(  # size: most of it is the list of flags, each with its help
     kv_transfer_config: Annotated[
         str | None,
         Parameter(
-            help="JSON: kv_connector (DecodeBenchConnector: makes up the KV of prompts), kv_role,"
-            " kv_load_failure_policy (fail, recompute), kv_connector_extra_config (fill_mean, fill_std)."
+            help="JSON: kv_connector (DecodeBenchConnector: makes up the KV of prompts; or a class of your own, with"
+            " kv_connector_module_path: docs/connectors.md), kv_role, kv_load_failure_policy (fail, recompute),"
+            " kv_connector_extra_config (fill_mean, fill_std)."
         ),
     ] = None,
     seed: Annotated[
@@ -83,7 +90,9 @@ def serve(  # size: most of it is the list of flags, each with its help
         str | None,
         Parameter(
             help='JSON: cudagraph_mode ("FULL_DECODE_ONLY": decode steps in sizes that all ranks agree on, or "NONE"),'
-            " cudagraph_capture_sizes (tokens)."
+            " cudagraph_capture_sizes (tokens). By default the mode that measured faster: FULL_DECODE_ONLY for mixtures"
+            " in int8, for others whose ranks exchange over a network (unless method is ngram), and, unmeasured, on"
+            " GPUs; NONE otherwise."
         ),
     ] = None,
     data_parallel_size: Annotated[
@@ -94,7 +103,8 @@ def serve(  # size: most of it is the list of flags, each with its help
         Parameter(converter=integer, help="Ranks that run here, if not all of them."),
     ] = None,
     data_parallel_start_rank: Annotated[
-        int | None, Parameter(converter=integer, help="The first rank here; 0 by default.")
+        int | None,
+        Parameter(converter=integer, help="The first rank here; by default 0, and with --headless what is free."),
     ] = None,
     data_parallel_rank: Annotated[
         int | None, Parameter(converter=integer, help="The one rank of this server, which an outer balancer feeds.")
@@ -184,6 +194,8 @@ def serve(  # size: most of it is the list of flags, each with its help
             "model": str(Path(model).resolve()) if Path(model).exists() else model,
             "dtype": dtype,
             "quantization": quantization,
+            "device": device,
+            "gpu_memory_utilization": gpu_memory_utilization,
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,

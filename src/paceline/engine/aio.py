@@ -20,6 +20,7 @@ from paceline.core.plan import StepOutput
 from paceline.engine.messages import (
     Abort,
     Add,
+    Arrival,
     Beat,
     Dead,
     Snapshot,
@@ -171,7 +172,7 @@ class AsyncEngine:
 
     ``inboxes`` (by rank) are PUSH sockets and ``outbox`` a PULL socket, all without a high-water mark. ``dead``: why
     there is no engine any more, None while there is one; it is gone as a whole when any rank is. ``failed``: it went
-    by itself, and ``on_failure`` was called. ``snapshots``: the statistics that came last, by rank.
+    by itself; ``on_failure`` was called. ``on_arrival``: answers late nodes. ``snapshots``: last statistics by rank.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class AsyncEngine:
         self.dead: str | None = None
         self.failed = False
         self.on_failure: Callable[[str], None] = lambda reason: None
+        self.on_arrival: Callable[[Arrival], None] = lambda node: None
         self.snapshots = [Snapshot() for _ in inboxes]
 
     @property
@@ -329,13 +331,18 @@ class AsyncEngine:
         self._loop.call_soon(self._receive)
 
     def _apply(self, data: bytes) -> None:
-        message = decode_from_engine(data)
+        try:
+            message = decode_from_engine(data)
+        except msgspec.DecodeError:
+            return  # of a node of another version, which comes too late in any case
         if isinstance(message, Update):
             self._update(message)
         elif isinstance(message, Beat):
             self._beats[message.rank] = time.monotonic()
         elif isinstance(message, Dead):
             self.lose(message)
+        elif isinstance(message, Arrival):
+            self.on_arrival(message)
 
     def _check_beats(self) -> None:
         """Find frozen ranks: nobody else would, while all sleep."""

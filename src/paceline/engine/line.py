@@ -9,6 +9,8 @@ from typing import Protocol
 
 from paceline.core.lockstep import Vote
 
+JOIN_TIMEOUT_S = 1800.0
+"""How long the ranks of a group wait for each other to come; one that dies meanwhile is noticed by its supervisor."""
 VOTE_FIELDS = 9
 """Integers of a vote on the wire."""
 WAIT_BOUNDS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)

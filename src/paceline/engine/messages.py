@@ -5,6 +5,8 @@
     engine -> engine   a list with one Wake, between ranks in lock-step
     engine -> front    Ready once, then an Update per step (or when only statistics changed); Beat now and then, to
                        show that the process is not frozen; Dead at most once, last
+    node   -> front    Arrival once, before a machine without a server starts its engines
+    front  -> node     Placed, which says what ranks they are
 
 Several engines (ranks) may share the way to a front, so what they send says whose it is.
 
@@ -164,6 +166,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     enable_prefix_caching: bool = False
     scheduling_policy: str = "fcfs"
     num_speculative_tokens: int = 0
+    cudagraph_mode: str = "NONE"
     warnings: tuple[str, ...] = ()
 
 
@@ -208,9 +211,32 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
-FromEngine = Ready | Update | Dead | Beat
+class Arrival(msgspec.Struct, frozen=True, tag=True):
+    """A node without a server of its own would run ``ranks`` ranks of a group of ``size``.
+
+    ``inbox``: where it is answered. ``first``: the rank that the first of them is to be; None: whichever is free.
+    ``in_step``: whether its ranks keep step with others. ``version``: of its program.
+    """
+
+    ranks: int
+    size: int
+    first: int | None
+    in_step: bool
+    inbox: str
+    version: str
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """The answer to an Arrival: the first of the node's ranks, or why it has none."""
+
+    first: int = -1
+    refusal: str = ""
+
+
+FromEngine = Ready | Update | Dead | Beat | Arrival
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_to_engine = msgspec.msgpack.Decoder(list[ToEngine]).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+decode_placed = msgspec.msgpack.Decoder(Placed).decode

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from paceline.core.config import EngineConfig
 from paceline.core.graphs import NONE, GraphDispatcher
-from paceline.core.lockstep import Agreement, Vote
+from paceline.core.lockstep import Agreement, Vote, agree
 from paceline.core.plan import StepOutput, StepPlan, StepResult, TransferEvent
 from paceline.core.request import Request
 from paceline.core.stats import SchedulerStats
@@ -138,6 +138,10 @@ class Rank:
     def launch(self, agreement: Agreement | None = None) -> None:
         """Start the planned step, as agreed by the group (None: this rank shares no collectives)."""
         self.executor.launch(self.plan, agreement)
+
+    def launch_alone(self) -> None:
+        """Start the planned step of a rank that keeps step with nobody: where graphs are on, it agrees with itself."""
+        self.launch(agree([self.vote(0, 0)], self._graphs) if self._graphs.enabled else None)
 
     def collect(self) -> StepResult:
         """Wait for the step."""

@@ -132,9 +132,10 @@ class _RowGroup:
         """What is added to the scores [batch, width * fold, context]; None when every query sees every key."""
         if self.width == 1 and min(self.starts) == max(self.starts):
             return None
-        last = torch.tensor(self.starts)[:, None] + torch.arange(self.width)
-        hidden = torch.arange(self.context) > last[..., None]
-        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+        device = self.index.device
+        last = torch.tensor(self.starts, device=device)[:, None] + torch.arange(self.width, device=device)
+        hidden = torch.arange(self.context, device=device) > last[..., None]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=device).masked_fill_(hidden, float("-inf"))
         shape = (self.rows, self.batch // self.rows, self.width, self.fold, self.context)
         return mask[:, None, :, None].expand(shape).reshape(self.batch, -1, self.context)
 
@@ -144,7 +145,8 @@ class _RowGroup:
         count = self.rows * self.width
         q = q[self.first : self.first + count].view(self.rows, self.width, -1, self.fold, cache.head_dim)
         if self.width <= BATCHED_TOKENS:
-            out = self._product(q, k[:, : self.context], v[:, : self.context], self.mask)
+            mask = None if self.mask is None else self.mask.to(q.dtype)
+            out = self._product(q, k[:, : self.context], v[:, : self.context], mask)
             return out.reshape(count, -1)
         chunks = []
         for begin in range(0, self.width, QUERY_CHUNK):
@@ -164,7 +166,7 @@ class _RowGroup:
         bias = folded.new_empty(1, 1, 1) if mask is None else mask
         scores = torch.baddbmm(bias, folded, k.transpose(1, 2), beta=0.0 if none else 1.0, alpha=self.scale)
         if causal:
-            future = torch.ones(width, width, dtype=torch.bool).triu_(1).repeat_interleave(fold, 0)
+            future = torch.ones(width, width, dtype=torch.bool, device=q.device).triu_(1).repeat_interleave(fold, 0)
             scores[..., -width:].masked_fill_(future, float("-inf"))
         weights = torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype)
         out = torch.bmm(weights, v)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -13,6 +14,8 @@ from paceline.core.plan import Row, StepPlan, TransferEvent
 from paceline.execution.sequence import SequenceState
 from paceline.models.llama import Attend
 
+logger = logging.getLogger(__name__)
+
 
 class ConnectorSteps:
     """What a step owes its connector, in this order.
@@ -22,7 +25,10 @@ class ConnectorSteps:
         failures  blocks that a load left without valid KV are errors of the rows that read them
         finished  stores of the step are complete; transfers that have ended
 
-    A load that fails is told by the connector, not raised: the step runs to its end, and so do its collectives.
+    A load that fails, whether the connector tells or raises, is an error of its rows once the step has run to its end:
+    other ranks count on its collectives from the vote on. An exception does not say whose load it was: that of the rows
+    whose blocks are told beside it, or else of all that join in this step with tokens that they need not compute. Where
+    there are none it ends the process, as any other does.
     """
 
     def __init__(self, connector: WorkerConnector, groups: Sequence[Sequence[Tensor]], block_size: int) -> None:
@@ -30,40 +36,77 @@ class ConnectorSteps:
         self._connector = connector
         self._layers = groups[0]
         self._block_size = block_size
+        self._joined: frozenset[int] = frozenset()
+        self._raised: Exception | None = None
         connector.register_kv_caches(groups)
 
     def begin(self, plan: StepPlan) -> float:
         """Execute the plan's metadata; seconds that it took, the whole of each synchronous load among them."""
         if plan.preempted:
             self._connector.handle_preemptions(plan.preempted)
+        self._joined = frozenset()
         if plan.load_meta is None:
             return 0.0
         began = perf_counter()
-        self._connector.start_load_kv(plan.load_meta)
+        joined = {update.seq for update in plan.blocks if update.replace}
+        self._joined = frozenset(row.seq for row in plan.rows if row.start and row.seq in joined)
+        try:
+            self._connector.start_load_kv(plan.load_meta)
+        except Exception as error:
+            self._note(error)
         return perf_counter() - began
+
+    def _note(self, error: Exception) -> None:
+        """Keep what was raised for `failures`; raise it again if no row joins that it could be the fault of."""
+        if not self._joined:
+            raise error
+        if self._raised is None:  # else another layer of the same
+            logger.error("the KV of a step could not be loaded", exc_info=error)
+            self._raised = error
 
     def attend(self, inner: Attend) -> Attend:
         """``inner`` between the connector's layer-wise calls."""
         connector, layers = self._connector, self._layers
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            connector.wait_for_layer_load(layer)
+            try:
+                connector.wait_for_layer_load(layer)
+            except Exception as error:
+                self._note(error)
             out = inner(layer, q, k, v)
             connector.save_kv_layer(layer, layers[layer])
             return out
 
         return attend
 
+    def before_layers(self) -> None:
+        """What `attend` does before each layer, of all, where the layers are computed in one go."""
+        for layer in range(len(self._layers)):
+            try:
+                self._connector.wait_for_layer_load(layer)
+            except Exception as error:
+                self._note(error)
+
+    def after_layers(self) -> None:
+        """What `attend` does after each layer, of all."""
+        for layer, cache in enumerate(self._layers):
+            self._connector.save_kv_layer(layer, cache)
+
     def failures(self, rows: Sequence[Row], states: Sequence[SequenceState]) -> dict[int, str]:
         """Rows that read a block without valid KV, by index, and what to tell people."""
         bad = self._connector.get_block_ids_with_load_errors()
-        if not bad:
+        raised, self._raised = self._raised, None
+        if not bad and raised is None:
             return {}
+        why = "" if raised is None else f": {type(raised).__name__}: {raised}"
         errors = {}
         for i, (row, state) in enumerate(zip(rows, states, strict=True)):
             read = state.table[: -(-(row.start + row.n) // self._block_size)].tolist()
             if lost := sorted(bad.intersection(read)):
-                errors[i] = f"the KV of blocks {', '.join(map(str, lost))} could not be loaded"
+                errors[i] = f"the KV of blocks {', '.join(map(str, lost))} could not be loaded{why}"
+        if raised is not None and not errors:
+            joined = [i for i, row in enumerate(rows) if row.seq in self._joined]
+            errors = dict.fromkeys(joined, f"the KV of this request could not be loaded{why}")
         return errors
 
     def finished(self) -> Sequence[TransferEvent]:

@@ -13,7 +13,7 @@ from paceline.core.config import EngineConfig, require
 from paceline.core.lockstep import Agreement
 from paceline.execution.attention import PagedAttention, RowSpan
 from paceline.execution.drafter import PassBatch, Verified, begin_pass, nothing, passes_of, room
-from paceline.execution.kvcache import Array, KVCache
+from paceline.execution.kvcache import Array, KVCache, placed
 from paceline.execution.sequence import SequenceState
 from paceline.models.llama import Llama
 from paceline.models.spec import LlamaConfig
@@ -33,7 +33,8 @@ class ModelDrafter:
         self.model = model
         self.num_speculative_tokens = config.speculation.num_speculative_tokens
         self.max_model_len = config.scheduler.max_model_len
-        self.cache = KVCache(model.config, config.cache.num_blocks, config.cache.block_size, model.dtype)
+        cache = config.cache
+        self.cache = KVCache(model.config, cache.num_blocks, cache.block_size, model.dtype, model.device)
         self.caches: Sequence[KVCache] = (self.cache,)
 
     def draft(self, step: Verified) -> list[tuple[int, ...]]:
@@ -80,11 +81,11 @@ class ModelDrafter:
         if not begin_pass(self.model, bool(spans)):
             return
         if not spans:
-            none = torch.empty(0, dtype=torch.int64)
+            none = torch.empty(0, dtype=torch.int64, device=self.model.device)
             self.model.forward(none, none, nothing)
             return
-        batch = PassBatch.of(spans)
-        ids = torch.from_numpy(np.concatenate([tokens[i] for i in batch.indices]))
+        batch = PassBatch.of(spans, self.model.device)
+        ids = placed(np.concatenate([tokens[i] for i in batch.indices]), self.model.device)
         attention = PagedAttention(self.cache, batch.spans, self.model.config.num_heads)
         hidden = self.model.forward(ids, batch.positions, attention)
         drafting = [(i, last) for i, last in zip(batch.indices, batch.lasts, strict=True) if wanted[i]]

@@ -15,7 +15,7 @@ from paceline.core.graphs import NONE
 from paceline.core.lockstep import Agreement
 from paceline.core.plan import Row
 from paceline.execution.attention import RowSpan, batch_order
-from paceline.execution.kvcache import KVCache
+from paceline.execution.kvcache import CPU, KVCache, placed
 from paceline.execution.sequence import SequenceState
 from paceline.models.eagle3 import Eagle3
 from paceline.models.llama import Llama
@@ -86,14 +86,14 @@ class PassBatch:
     positions: Tensor
 
     @staticmethod
-    def of(spans: Mapping[int, RowSpan]) -> PassBatch:
-        """Rows by index in the plan, at least one."""
+    def of(spans: Mapping[int, RowSpan], device: torch.device = CPU) -> PassBatch:
+        """Rows by index in the plan, at least one; positions on ``device``."""
         indices = list(spans)
         ordered = [indices[j] for j in batch_order(list(spans.values()))]
         rows = [spans[i] for i in ordered]
         lasts = np.cumsum([span.n for span in rows]) - 1
         positions = np.concatenate([np.arange(span.start, span.start + span.n) for span in rows])
-        return PassBatch(ordered, rows, lasts.tolist(), torch.from_numpy(positions))
+        return PassBatch(ordered, rows, lasts.tolist(), placed(positions, device))
 
 
 def passes_of(agreement: Agreement | None, needed: int) -> int:

@@ -14,7 +14,7 @@ from paceline.core.graphs import FULL, NONE
 from paceline.core.lockstep import Agreement
 from paceline.execution.attention import PagedAttention, RowSpan
 from paceline.execution.drafter import PassBatch, Verified, begin_pass, nothing, passes_of, room
-from paceline.execution.kvcache import KVCache
+from paceline.execution.kvcache import KVCache, placed
 from paceline.execution.sequence import SequenceState
 from paceline.models.eagle3 import Eagle3
 from paceline.models.spec import LlamaConfig
@@ -38,7 +38,8 @@ class Eagle3Drafter:
         self.taps = model.taps
         self.width = config.speculation.width
         self.max_model_len = config.scheduler.max_model_len
-        self.cache = KVCache(model.config, config.cache.num_blocks, config.cache.block_size, model.dtype)
+        cache = config.cache
+        self.cache = KVCache(model.config, cache.num_blocks, cache.block_size, model.dtype, model.device)
         self.caches: Sequence[KVCache] = (self.cache,)
 
     def draft(self, step: Verified) -> list[tuple[int, ...]]:
@@ -59,7 +60,7 @@ class Eagle3Drafter:
             if batch is None:
                 continue
             if done:
-                ids = torch.tensor([drafts[i][-1] for i in batch.indices])
+                ids = torch.tensor([drafts[i][-1] for i in batch.indices], device=self.model.device)
                 hidden = torch.stack([own[i] for i in batch.indices])
             else:
                 ids, hidden = self._from_target(step, batch)
@@ -88,9 +89,10 @@ class Eagle3Drafter:
         if not begin_pass(self.model, bool(spans), mode, size):
             return None
         if spans:
-            return PassBatch.of(spans)
-        none = torch.empty(0, dtype=torch.int64)
-        self.model.forward(none, torch.empty(0, self.model.config.hidden_size), none, nothing)
+            return PassBatch.of(spans, self.model.device)
+        none = torch.empty(0, dtype=torch.int64, device=self.model.device)
+        state = torch.empty(0, self.model.config.hidden_size, device=self.model.device)
+        self.model.forward(none, state, none, nothing)
         return None
 
     def _from_target(self, step: Verified, batch: PassBatch) -> tuple[Tensor, Tensor]:
@@ -99,8 +101,9 @@ class Eagle3Drafter:
         for i, span in zip(batch.indices, batch.spans, strict=True):
             ids.append(step.states[i].tokens[span.start + 1 : span.start + span.n + 1])
             places.append(np.arange(step.firsts[i], step.firsts[i] + span.n))
-        index = torch.from_numpy(np.concatenate(places))
-        return torch.from_numpy(np.concatenate(ids)), self.model.fuse([state[index] for state in step.tapped])
+        device = self.model.device
+        index = placed(np.concatenate(places), device)
+        return placed(np.concatenate(ids), device), self.model.fuse([state[index] for state in step.tapped])
 
     def _choose(
         self, batch: PassBatch, out: Tensor, wanted: Sequence[int], drafts: Sequence[list[int]]

@@ -46,7 +46,7 @@ def score(logits: Tensor, rows: Sequence[Scoring]) -> list[tuple[TokenLogprobs, 
 def _score_positions(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     """``logits`` [tokens, vocabulary], one row per token."""
     total = logits.logsumexp(-1, keepdim=True)
-    own = logits.gather(-1, torch.tensor(tokens)[:, None])
+    own = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])
     ranks = (1 + (logits > own).sum(-1)).tolist()
     values, ids = logits.topk(num_top, -1)
     tops = (values - total).tolist(), ids.tolist()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.request import SamplingParams
-from paceline.execution.kvcache import Array
+from paceline.execution.kvcache import Array, placed
 
 
 class Adjustments:
@@ -45,18 +45,18 @@ class Adjustments:
         occurrence in the output and presence once.
         """
         if len(self._biased):
-            logits[self._biased] += self._bias
+            logits[self._biased.to(logits.device)] += self._bias.to(logits.device)
         if len(output) < self._min_tokens:
             # An id past the vocabulary cannot be said anyway.
-            logits[torch.from_numpy(self._stop_ids[self._stop_ids < len(logits)])] = -torch.inf
+            logits[placed(self._stop_ids[self._stop_ids < len(logits)], logits.device)] = -torch.inf
         if self._repetition == 1.0 and not self._frequency and not self._presence:
             return
         ids, counts = np.unique(output, return_counts=True)
         if self._repetition != 1.0:
             self._repeat(logits, prompt, ids)
         if len(ids) and (self._frequency or self._presence):
-            cost = self._frequency * torch.from_numpy(counts).to(torch.float32) + self._presence
-            logits[torch.from_numpy(ids)] -= cost
+            cost = self._frequency * placed(counts, logits.device).to(torch.float32) + self._presence
+            logits[placed(ids, logits.device)] -= cost
 
     def _repeat(self, logits: Tensor, prompt: Array, output_ids: Array) -> None:
         if self._prompt is None:
@@ -64,6 +64,6 @@ class Adjustments:
         known = self._prompt
         at = np.searchsorted(known, output_ids)
         new = output_ids[known[np.minimum(at, len(known) - 1)] != output_ids] if len(known) else output_ids
-        seen = torch.from_numpy(np.concatenate((known, new)))
+        seen = placed(np.concatenate((known, new)), logits.device)
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / self._repetition, values * self._repetition)

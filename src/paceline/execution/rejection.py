@@ -79,6 +79,20 @@ def _accepted_greedily(row: Verification, own: Sequence[int]) -> int:
     return accepted
 
 
+def accepted_counts(best: Tensor, drafts: Tensor, numbers: Tensor, rates: Tensor | None) -> Tensor:
+    """How many drafts each row accepts [rows], int64, decided where the logits are: what `verify` does, for rows that
+    are greedy, without a word to the host.
+
+    Args:
+        best: the argmax of each position [rows, 1 + drafts].
+        drafts: [rows, drafts]; a placeholder equals no argmax.
+        numbers: float64 [rows, drafts], the random number of each draft under ``rates``.
+        rates: float64 [drafts], see `verify`; None: drafts are accepted that are right.
+    """
+    right = drafts == best[:, :-1] if rates is None else (drafts >= 0) & (numbers < rates)
+    return right.to(torch.int64).cumprod(1).sum(1)
+
+
 def accepted_at_rates(row: Verification, rates: Sequence[float]) -> int:
     """Accept draft i while u < c_i, up to the first placeholder."""
     for i, draft in enumerate(row.drafts):

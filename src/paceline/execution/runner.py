@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor of one rank: runs step plans on a model, eagerly, on the CPU."""
+"""The executor of one rank: runs step plans on a model, where the model is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 import msgspec
@@ -14,17 +13,21 @@ from torch import Tensor
 
 from paceline.core.config import ConfigError, EngineConfig, require
 from paceline.core.connector import WorkerConnector
-from paceline.core.graphs import FULL, NONE
+from paceline.core.graphs import FULL, NONE, GraphDispatcher
 from paceline.core.lockstep import RUN, Agreement
-from paceline.core.plan import Row, StepPlan, StepResult, TokenLogprobs
+from paceline.core.plan import StepPlan, StepResult, TokenLogprobs
 from paceline.core.verifier import conditional_rates
 from paceline.engine.rank import StepCounts
-from paceline.execution.attention import PagedAttention, RowSpan, batch_order
+from paceline.execution.attention import PagedAttention
+from paceline.execution.batch import Batch
 from paceline.execution.connector import ConnectorSteps
+from paceline.execution.cuda_recorder import CudaRecorder
+from paceline.execution.decode_graphs import DecodeGraphs, GraphLimits, Recorder, table_lengths
 from paceline.execution.draft_model import ModelDrafter, check_draft_model
 from paceline.execution.drafter import Drafter, DraftModel, Verified
 from paceline.execution.eagle3 import Eagle3Drafter, check_eagle3
-from paceline.execution.kvcache import KVCache
+from paceline.execution.full import Computed, FullSteps, StaticSteps, Verdict
+from paceline.execution.kvcache import KVCache, placed
 from paceline.execution.logprobs import Scoring, score
 from paceline.execution.ngram import NgramDrafter
 from paceline.execution.rejection import Verification, verify
@@ -33,21 +36,7 @@ from paceline.models.eagle3 import Eagle3
 from paceline.models.llama import Attend, Llama, Taps
 from paceline.models.static import StaticLimits, StaticMixture
 
-
-@dataclass(slots=True)
-class _Batch:
-    """Rows of a step in the order in which their tokens stand in the batch.
-
-    ``indices``: each row's place in the plan. ``firsts``: where each row's tokens begin in the batch.
-    """
-
-    indices: list[int]
-    rows: list[Row]
-    states: list[SequenceState]
-    spans: list[RowSpan]
-    firsts: list[int]
-    tokens: Tensor
-    positions: Tensor
+NOT_FINITE = "the best logit is not finite"
 
 
 class ModelExecutor:
@@ -64,11 +53,13 @@ class ModelExecutor:
         seed: int = 0,
         draft: DraftModel | None = None,
         connector: WorkerConnector | None = None,
+        record: Recorder | None = None,
     ) -> None:
         """``seed`` makes the random numbers of requests without one of their own repeatable.
 
         ``draft``: the model that speculation methods ``draft_model`` and ``eagle3`` draft with. ``connector``: moves
-        KV in and out of the cache, a drafter's included.
+        KV in and out of the cache, a drafter's included. ``record``: captures decode graphs; None: CUDA does, where the
+        model is on a GPU.
 
         Raises:
             ConfigError: the configuration asks for what this executor cannot do.
@@ -78,11 +69,19 @@ class ModelExecutor:
         self.config = config
         self.seed = seed
         cache = config.cache
-        self.cache = KVCache(model.config, cache.num_blocks, cache.block_size, model.dtype)
+        self.cache = KVCache(model.config, cache.num_blocks, cache.block_size, model.dtype, model.device)
         self._drafter = _drafter(config, model, draft)
-        self._static = _static(config, model, self.cache, () if self._drafter is None else self._drafter.taps)
         synthetic = config.speculation.rejection_sample_method == "synthetic"
         self._synthetic = conditional_rates(config.speculation) if synthetic else None
+        width = config.speculation.width
+        limits = GraphLimits(
+            GraphDispatcher(config).sizes,
+            width,
+            table_lengths(config.scheduler.max_model_len, width, cache.block_size),
+            () if self._drafter is None else self._drafter.taps,
+            self._synthetic,
+        )
+        self._full = _full(config, model, self.cache, limits, record)
         self._connector: ConnectorSteps | None = None
         if connector is not None:
             caches = [self.cache, *(self._drafter.caches if self._drafter is not None else ())]
@@ -96,7 +95,8 @@ class ModelExecutor:
         """Run a step, or the share in it of a rank without rows. ``agreement``: None for a rank on its own.
 
         What a FULL step fixes is the size in which ranks exchange tokens, and so what each of them waits for. It is
-        computed by the static backend where the model has one, and else by the same operations as any other.
+        computed by the backend that the model has for it where there is one, and else by the same operations as any
+        other.
 
         Raises:
             PlanMismatch: the plan contradicts earlier ones; nothing can be trusted after that.
@@ -141,16 +141,16 @@ class ModelExecutor:
             return StepResult(plan.step, (), load_s=load_s)
         began = perf_counter()
         self.steps.count(plan.tokens, agreement)
-        batch = self._batch(plan.rows)
+        batch = Batch.of(plan.rows, [self._state(row.seq) for row in plan.rows], self.cache.block_size)
         self._open_exchange(agreement, None)
         taps = Taps(self._drafter.taps) if self._drafter is not None and self._drafter.taps else None
-        hidden = self._forward(batch, agreement, taps)
+        computed = self._forward(batch, agreement, taps)
         sampled: list[tuple[int, ...]] = [()] * len(plan.rows)
-        errors = self._poisoned(batch, hidden)
+        errors = self._poisoned(batch, computed)
         if self._connector is not None:
             # Only now: what went wrong here must not keep other ranks waiting in the forward.
             errors |= self._connector.failures(plan.rows, [self._sequences[row.seq] for row in plan.rows])
-        logprobs = self._sample(batch, hidden, sampled, errors)
+        logprobs = self._choose(batch, computed, sampled, errors)
         forwarded = perf_counter()
         drafts: Sequence[tuple[int, ...]] = ()
         if self._drafter is not None:
@@ -166,16 +166,17 @@ class ModelExecutor:
             draft_s=perf_counter() - forwarded,
         )
 
-    def _forward(self, batch: _Batch, agreement: Agreement | None, taps: Taps | None) -> Tensor:
-        """Hidden states of all tokens, by the static backend if the step is FULL and as it was planned for."""
-        around = None if self._connector is None else self._connector.attend
-        if self._static is not None and agreement is not None and agreement.mode == FULL:
-            rows = [(span.start, span.n, span.table) for span in batch.spans]
-            hidden = self._static.forward(batch.tokens, batch.positions, rows, taps, around)
-            if hidden is not None:
-                return hidden
+    def _forward(self, batch: Batch, agreement: Agreement | None, taps: Taps | None) -> Computed:
+        """All tokens, by the backend of FULL steps if this is one and as that was made for."""
+        if self._full is not None and agreement is not None and agreement.mode == FULL:
+            computed = self._full.forward(batch, agreement.size, taps, self._connector)
+            if computed is not None:
+                return computed
         attention: Attend = PagedAttention(self.cache, batch.spans, self.model.config.num_heads)
-        return self.model.forward(batch.tokens, batch.positions, around(attention) if around else attention, taps)
+        if self._connector is not None:
+            attention = self._connector.attend(attention)
+        tokens, positions = (placed(values, self.model.device) for values in (batch.tokens, batch.positions))
+        return Computed(self.model.forward(tokens, positions, attention, taps))
 
     def _open_exchange(self, agreement: Agreement | None, inert: Tensor | None) -> None:
         """Say how the layers of this forward exchange tokens with the experts of other ranks, if they do."""
@@ -186,25 +187,25 @@ class ModelExecutor:
     def _dummy(self, agreement: Agreement) -> None:
         """A step in which only other ranks have rows: experts and drafter serve them, in every collective.
 
-        W inert tokens pass through the model; they read and write no cache and go to no expert. The static backend
-        needs none.
+        W inert tokens pass through the model; they read and write no cache and go to no expert. In a FULL step its
+        backend sees to that, if there is one.
         """
         self.steps.count(0, agreement)
-        if self._static is not None and agreement.mode == FULL:
+        if self._full is not None and agreement.mode == FULL:
             self._open_exchange(agreement, None)
-            self._static.idle()
+            self._full.idle(agreement.size)
         elif self.model.exchange is not None:
             width = self.config.speculation.width
-            tokens = torch.zeros(width, dtype=torch.int64)
-            self._open_exchange(agreement, torch.ones(width, dtype=torch.bool))
-            self.model.forward(tokens, torch.arange(width), no_attention)
+            tokens = torch.zeros(width, dtype=torch.int64, device=self.model.device)
+            self._open_exchange(agreement, tokens == 0)
+            self.model.forward(tokens, torch.arange(width, device=tokens.device), no_attention)
         if self._drafter is not None:
             self._drafter.idle(agreement)
 
     def _verified(
         self,
         plan: StepPlan,
-        batch: _Batch,
+        batch: Batch,
         sampled: Sequence[tuple[int, ...]],
         errors: dict[int, str],
         taps: Taps | None,
@@ -217,35 +218,15 @@ class ModelExecutor:
         states = [self._sequences[row.seq] for row in plan.rows]
         return Verified(plan.rows, states, sampled, errors, firsts, taps.states if taps else (), agreement)
 
-    def _batch(self, plan_rows: Sequence[Row]) -> _Batch:
-        block_size = self.cache.block_size
-        states = [self._state(row.seq) for row in plan_rows]
-        spans = [RowSpan(row.start, row.n, state.table) for row, state in zip(plan_rows, states, strict=True)]
-        order = batch_order(spans)
-        tokens, positions, firsts, first = [], [], [], 0
-        for i in order:
-            row = plan_rows[i]
-            tokens.append(states[i].inputs(row.start, row.n, row.drafts, row.samples, block_size))
-            positions.append(np.arange(row.start, row.start + row.n))
-            firsts.append(first)
-            first += row.n
-        return _Batch(
-            order,
-            [plan_rows[i] for i in order],
-            [states[i] for i in order],
-            [spans[i] for i in order],
-            firsts,
-            torch.from_numpy(np.concatenate(tokens)),
-            torch.from_numpy(np.concatenate(positions)),
-        )
-
-    def _poisoned(self, batch: _Batch, hidden: Tensor) -> dict[int, str]:
+    def _poisoned(self, batch: Batch, computed: Computed) -> dict[int, str]:
         """Rows with a hidden state that is not finite, by index in the plan; what they wrote is cleared.
 
         Left in the cache it would spread to whoever is given the block next: a masked slot has weight 0, but
         0 times NaN is NaN.
         """
-        finite = hidden.sum(-1).isfinite()
+        if computed.verdicts is not None and all(verdict.finite for verdict in computed.verdicts):
+            return {}
+        finite = computed.hidden.sum(-1).isfinite()
         if bool(finite.all()):
             return {}
         errors = {}
@@ -257,13 +238,35 @@ class ModelExecutor:
                 self.cache.clear(self.cache.slot_index(blocks, positions % self.cache.block_size))
         return errors
 
-    def _sample(
-        self, batch: _Batch, hidden: Tensor, sampled: list[tuple[int, ...]], errors: dict[int, str]
+    def _choose(
+        self, batch: Batch, computed: Computed, sampled: list[tuple[int, ...]], errors: dict[int, str]
     ) -> list[tuple[TokenLogprobs, ...] | None] | None:
         """Fill ``sampled`` for the rows that sample and carry no error, and append the tokens to their sequences.
 
         Returns log-probabilities for each row of the plan that asked; None if nobody did.
         """
+        if computed.verdicts is None or not all(state.plain for state in batch.states):
+            return self._sample(batch, computed, sampled, errors)
+        self._take(batch, computed.verdicts, sampled, errors)
+        return None
+
+    def _take(
+        self, batch: Batch, verdicts: Sequence[Verdict], sampled: list[tuple[int, ...]], errors: dict[int, str]
+    ) -> None:
+        """See `_choose`: the rows were verified in the forward."""
+        for index, row, state, verdict in zip(batch.indices, batch.rows, batch.states, verdicts, strict=True):
+            if index in errors:
+                continue
+            if not verdict.sound:
+                errors[index] = NOT_FINITE
+                continue
+            sampled[index] = (*row.drafts[: verdict.accepted], verdict.token)
+            state.append(sampled[index])
+
+    def _sample(
+        self, batch: Batch, computed: Computed, sampled: list[tuple[int, ...]], errors: dict[int, str]
+    ) -> list[tuple[TokenLogprobs, ...] | None] | None:
+        """See `_choose`: logits are adjusted, sampled from and scored."""
         wanted: list[int] = []
         verifications: list[Verification] = []
         owners: list[int] = []
@@ -277,7 +280,7 @@ class ModelExecutor:
         if not owners:
             return None
         states = [batch.states[i] for i in owners]
-        raw = self.model.logits(hidden[wanted])
+        raw = self.model.logits(computed.hidden[wanted]) if computed.logits is None else computed.logits[wanted]
         logits = adjusted(raw, verifications, states)
         top, best = logits.max(-1)
         finite = top.isfinite().tolist()
@@ -285,7 +288,7 @@ class ModelExecutor:
         for i, v, tokens in zip(owners, verifications, chosen, strict=True):
             index = batch.indices[i]
             if not all(finite[v.first : v.first + len(v.drafts) + 1]):
-                errors[index] = "the best logit is not finite"
+                errors[index] = NOT_FINITE
                 continue
             sampled[index] = tokens
             batch.states[i].append(tokens)
@@ -325,13 +328,20 @@ def _drafter(config: EngineConfig, target: Llama, draft: DraftModel | None) -> D
     return NgramDrafter(*lookup, speculation.num_speculative_tokens, max_model_len)
 
 
-def _static(config: EngineConfig, model: Llama, cache: KVCache, taps: tuple[int, ...]) -> StaticMixture | None:
-    """The static backend of FULL steps, if graphs are on and the model has one."""
-    if config.graphs.mode != "FULL_DECODE_ONLY" or cache.bits is None or not StaticMixture.supports(model):
+def _full(
+    config: EngineConfig, model: Llama, cache: KVCache, limits: GraphLimits, record: Recorder | None
+) -> FullSteps | None:
+    """The backend of FULL steps, if graphs are on and the model has one."""
+    if config.graphs.mode != "FULL_DECODE_ONLY":
         return None
-    width = config.speculation.width
-    blocks = -(-(config.scheduler.max_model_len + width) // cache.block_size)
-    return StaticMixture(model, cache.bits, StaticLimits(width, config.scheduler.max_num_seqs, blocks, taps))
+    if record is None and model.device.type == "cuda":
+        record = CudaRecorder(model.device)
+    if record is not None:
+        return DecodeGraphs(model, cache, limits, record)
+    if cache.bits is None or not StaticMixture.supports(model):
+        return None
+    planned = StaticLimits(limits.width, config.scheduler.max_num_seqs, max(limits.blocks), limits.taps)
+    return StaticSteps(StaticMixture(model, cache.bits, planned))
 
 
 def _refuse_unsupported(config: EngineConfig, model: Llama) -> None:

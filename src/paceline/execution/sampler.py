@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.request import SamplingParams
+from paceline.execution.kvcache import Array
 
 _MASK = 2**64 - 1
 
@@ -48,10 +49,28 @@ def uniform(seed: int, position: int, purpose: Purpose) -> float:
     return (_step(_step(_step(0, seed), position), purpose) >> 11) * 2.0**-53
 
 
+def uniforms(seeds: Sequence[int], positions: Array, purpose: Purpose) -> Array:
+    """`uniform` for many: float64 [rows, numbers] of ``positions`` [rows, numbers], each row with its own seed."""
+    with np.errstate(over="ignore"):
+        states = _steps(np.zeros(len(seeds), dtype=np.uint64), np.array([s & _MASK for s in seeds], dtype=np.uint64))
+        states = _steps(states[:, None], positions.astype(np.uint64))
+        states = _steps(states, np.array(int(purpose), dtype=np.uint64))
+    return (states >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _steps(states: Array, values: Array) -> Array:
+    """`_step` of arrays, uint64, whose products and sums wrap around."""
+    x = (states ^ values) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
 def probabilities(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
     """Softmax of ``logits`` [rows, vocabulary] at each row's temperature (> 0), float32."""
     shifted = logits - logits.amax(-1, keepdim=True)
-    return torch.softmax(shifted / torch.tensor(temperatures, dtype=logits.dtype)[:, None], -1)
+    divisors = torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)
+    return torch.softmax(shifted / divisors[:, None], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +103,7 @@ NUCLEUS_GUESS = 256
 def filtered(p: Tensor, filters: Sequence[Filters]) -> Tensor:
     """Distributions ``p`` [rows, vocabulary] cut by each row's filters, and normalised again."""
     vocabulary = p.shape[-1]
-    min_p = torch.tensor([f.min_p for f in filters], dtype=p.dtype)[:, None]
+    min_p = torch.tensor([f.min_p for f in filters], dtype=p.dtype, device=p.device)[:, None]
     p = p.where(p >= min_p * p.amax(-1, keepdim=True), 0.0)
     for i, f in enumerate(filters):
         if 0 < f.top_k < vocabulary:
@@ -102,10 +121,16 @@ def _nucleus_edge(p: Tensor, top_p: float) -> Tensor:
     best = p.topk(min(NUCLEUS_GUESS, len(p))).values
     reached = best.cumsum(0, dtype=torch.float64) >= target
     if not reached[-1]:
-        # numpy sorts floats several times as fast as torch on CPUs.
-        best = torch.from_numpy(np.sort(p.numpy())[::-1].copy())
+        best = _descending(p)
         reached = best.cumsum(0, dtype=torch.float64) >= target
     return best[int(reached.int().argmax())] if reached[-1] else best[-1]
+
+
+def _descending(p: Tensor) -> Tensor:
+    """``p`` [vocabulary], sorted. numpy sorts floats several times as fast as torch on CPUs."""
+    if p.device.type != "cpu":
+        return p.sort(descending=True).values
+    return torch.from_numpy(np.sort(p.numpy())[::-1].copy())
 
 
 def draw(weights: Tensor, numbers: Sequence[float]) -> list[int]:
@@ -116,6 +141,7 @@ def draw(weights: Tensor, numbers: Sequence[float]) -> list[int]:
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     # u < 1, but its product with the sum may round up to the sum, past the last index.
-    targets = torch.minimum(torch.tensor(numbers, dtype=torch.float64) * total, total.nextafter(total.new_zeros(())))
+    drawn_at = torch.tensor(numbers, dtype=torch.float64, device=total.device) * total
+    targets = torch.minimum(drawn_at, total.nextafter(total.new_zeros(())))
     drawn: list[int] = torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0].tolist()
     return drawn

@@ -55,6 +55,11 @@ class SequenceState:
         self._num_blocks = 0
 
     @property
+    def plain(self) -> bool:
+        """Greedy, by the logits as they are, and nobody asks how likely its tokens were."""
+        return self.temperature == 0.0 and self.adjustments is None and self.num_logprobs is None
+
+    @property
     def tokens(self) -> Array:
         """All known tokens, int64; a view."""
         return self._tokens[: self._num_tokens]

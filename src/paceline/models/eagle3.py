@@ -66,7 +66,13 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def product(weight: Tensor, dtype: torch.dtype, int8: bool) -> Product:
-    """A weight [out, in], kept in ``dtype`` (float32 or bfloat16) or, if ``int8``, as `paceline.models.fused` does."""
+    """A weight [out, in], kept in ``dtype`` (float32 or bfloat16) or, if ``int8``, as `paceline.models.fused` does.
+
+    On a GPU rows are rounded to ``dtype`` for the product.
+    """
+    if weight.device.type != "cpu":
+        on_device = weight.to(dtype)
+        return lambda x: F.linear(x.to(dtype), on_device).float()
     if int8 or dtype == torch.bfloat16:
         return PackedLinear(weight, int8)
     kept = weight.to(dtype)
@@ -76,8 +82,8 @@ def product(weight: Tensor, dtype: torch.dtype, int8: bool) -> Product:
 class Eagle3:
     """A draft model beside its target; all methods run under ``torch.inference_mode``.
 
-    ``config`` is the shape of its one layer and ``dtype`` that of its KV cache. ``exchange``: what a mixture shares its
-    experts through, to be told of each forward; None for a dense layer.
+    ``config`` is the shape of its one layer, ``dtype`` that of its KV cache, ``device`` where it is. ``exchange``: what
+    a mixture shares its experts through, to be told of each forward; None for a dense layer.
     """
 
     def __init__(
@@ -142,7 +148,8 @@ class Eagle3:
         elif shape.draft_vocab_size != c.vocab_size or target.config.hidden_size != hidden:
             raise UnsupportedModel("lm_head.weight: is missing, and the target's does not fit")
         self._targets = _target_ids(shape, take, names)
-        self._rotary = inverse_frequencies(c.rope_theta, c.head_dim, c.rope_scaling)
+        self.device = self._final_norm.device
+        self._rotary = inverse_frequencies(c.rope_theta, c.head_dim, c.rope_scaling).to(self.device)
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
         """The target's hidden states [tokens, target_hidden_size] of each tap as one state [tokens, hidden_size]."""
@@ -211,7 +218,8 @@ def _target_ids(shape: Eagle3Config, take: Take, names: Collection[str]) -> Tens
     vocabulary = shape.decoder.vocab_size
     if "d2t" not in names and shape.draft_vocab_size == vocabulary:
         return None
-    targets = torch.arange(shape.draft_vocab_size) + take("d2t", shape.draft_vocab_size).to(torch.int64)
+    offsets = take("d2t", shape.draft_vocab_size).to(torch.int64)
+    targets = torch.arange(shape.draft_vocab_size, device=offsets.device) + offsets
     if bool(((targets < 0) | (targets >= vocabulary)).any()):
         raise UnsupportedModel(f"d2t: leads to ids outside of the target's vocabulary of {vocabulary} tokens")
     return targets

@@ -60,7 +60,7 @@ def load_eagle3(folder: Path, target: Llama, *, parallel: ExpertExchange | None 
     taken = torch.float32 if int8 else target.dtype
 
     def in_dtype(name: str) -> Tensor:
-        tensor = get(name)
+        tensor = get(name).to(target.device)
         return tensor.to(taken) if tensor.is_floating_point() else tensor
 
     return Eagle3(shape, target, in_dtype, names, target.dtype, int8=int8, exchange=parallel)

@@ -165,7 +165,8 @@ class Mixture:
     """One layer's mixture, of which this rank holds a part.
 
     Weights of the own experts: ``gate_up`` [2 * inner, hidden_size] and ``down`` [hidden_size, inner] of each, stacked
-    to one tensor, or packed one by one.
+    to one tensor, or packed one by one. ``static``: computed by products whose shapes depend on no value, as on a GPU,
+    or by as many as there are experts with tokens.
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class Mixture:
         self._product = product
         inner = config.intermediate_size
         self.router = take(f"{prefix}gate.weight", config.num_experts, hidden_size)
+        self.static = self.router.device.type != "cpu"
         gate_up, down = [], []
         for e in self.own:
             parts = [take(f"{prefix}experts.{e}.{part}_proj.weight", inner, hidden_size) for part in ("gate", "up")]
@@ -209,7 +211,7 @@ class Mixture:
         if inert is not None:
             experts = experts.masked_fill(inert[:, None], self.config.num_experts)
         routed = self.exchange.dispatch(Routed(hidden, experts, weights), self.placement)
-        compute = self.compute_grouped if hidden.device.type == "cpu" else self.compute_static
+        compute = self.compute_static if self.static else self.compute_grouped
         out = self.exchange.combine(compute(routed).to(hidden.dtype))
         return out if self.shared is None else out + self.shared(hidden, self._product)
 
@@ -247,7 +249,7 @@ class Mixture:
         return out
 
     def compute_static(self, tokens: Routed) -> Tensor:
-        """The same by grouped products whose shapes depend on no value, so that a graph can capture them.
+        """The same by products whose shapes depend on no value, so that a graph can capture them.
 
         Weights are tensors, not packed.
         """
@@ -255,6 +257,8 @@ class Mixture:
             return torch.zeros_like(tokens.hidden, dtype=torch.float32)
         assert isinstance(self.gate_up, Tensor)
         assert isinstance(self.down, Tensor)
+        if not groups_on_device(self.gate_up, self.down):
+            return self._compute_every(tokens, self.gate_up, self.down)
         count, top_k = tokens.experts.shape
         choices = tokens.experts.flatten() - self.own.start
         choices = torch.where((choices < 0) | (choices >= len(self.own)), len(self.own), choices)
@@ -272,11 +276,37 @@ class Mixture:
         summands[order] = y
         return summands.view(count, top_k, -1).sum(1)
 
+    def _compute_every(self, tokens: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
+        """The same where products cannot be grouped on the device: every own expert computes every token.
+
+        A decode step has few tokens, and reads the weights of nearly every expert anyhow.
+        """
+        hidden = tokens.hidden.expand(len(self.own), -1, -1)
+        gate, up = torch.bmm(hidden, gate_up.transpose(1, 2)).chunk(2, -1)
+        y = torch.bmm(F.silu(gate) * up, down.transpose(1, 2)).float()
+        own = torch.arange(self.own.start, self.own.stop, device=hidden.device)
+        chosen = tokens.experts == own[:, None, None]
+        weights = (tokens.weights * chosen).sum(-1, keepdim=True)
+        # Not a product with 0: what nobody asked an expert for may be infinite.
+        return torch.where(chosen.any(-1, keepdim=True), y * weights, 0.0).sum(0)
+
 
 def _stacked(weights: list[Weight]) -> Tensor | list[Weight]:
     """Tensors as one; packed weights, or none, as they are."""
     tensors = [weight for weight in weights if isinstance(weight, Tensor)]
     return torch.stack(tensors) if tensors else weights
+
+
+def groups_on_device(*weights: Tensor) -> bool:
+    """Whether `grouped_mm` multiplies ``weights`` [experts, out, in] without asking the host how large the groups are.
+
+    On GPUs its kernel is for bfloat16, rows of a multiple of 16 bytes, and compute capability 9.0; elsewhere it falls
+    back to a loop that reads the sizes of the groups, which no graph can capture.
+    """
+    if weights[0].device.type == "cpu":
+        return True
+    fitting = all(w.dtype == torch.bfloat16 and w.shape[-1] * w.itemsize % 16 == 0 for w in weights)
+    return fitting and torch.cuda.is_available() and torch.cuda.get_device_capability(weights[0].device) >= (9, 0)
 
 
 def gated_mlp(hidden: Tensor, gate_up: Weight, down: Weight, product: Product) -> Tensor:

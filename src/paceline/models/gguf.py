@@ -36,8 +36,14 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def load_gguf(path: Path, dtype: str = "auto", name: str | None = None, quantization: str | None = None) -> LoadedModel:
-    """Load a GGUF file of architecture ``llama`` or ``qwen2``.
+def load_gguf(
+    path: Path,
+    dtype: str = "auto",
+    name: str | None = None,
+    quantization: str | None = None,
+    device: torch.device | None = None,
+) -> LoadedModel:
+    """Load a GGUF file of architecture ``llama`` or ``qwen2``, to run on ``device`` (None: the CPU).
 
     Raises:
         UnsupportedModel: the architecture, a tensor, the rope scaling or the tokenizer is not supported.
@@ -48,7 +54,7 @@ def load_gguf(path: Path, dtype: str = "auto", name: str | None = None, quantiza
     stored = _STORED.get(file.tensors["blk.0.attn_q.weight"].tensor_type.name, torch.uint8)
     return LoadedModel(
         name=name or path.stem,
-        model=build_model(weights.config, weights.get, dtype, quantization, stored),
+        model=build_model(weights.config, weights.get, dtype, quantization, stored, device=device),
         tokenizer=read_tokenizer(file.get),
         eos_token_ids=_eos_token_ids(file.get),
     )

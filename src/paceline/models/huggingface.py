@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -83,8 +84,11 @@ def load_huggingface(
     name: str | None = None,
     quantization: str | None = None,
     parallel: ExpertExchange | None = None,
+    device: torch.device | None = None,
 ) -> LoadedModel:
     """Load a folder as ``save_pretrained`` writes it; of a mixture, the experts that this rank of ``parallel`` holds.
+
+    It runs on ``device``; None: the CPU.
 
     Raises:
         UnsupportedModel: a file is missing or the model needs what this engine lacks.
@@ -100,7 +104,7 @@ def load_huggingface(
     return LoadedModel(
         name=name or folder.resolve().name,
         model=build_model(
-            config, lambda weight: shards.get(stored_name(weight)), dtype, quantization, stored, parallel
+            config, lambda weight: shards.get(stored_name(weight)), dtype, quantization, stored, parallel, device
         ),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(folder, raw, tokenizer, eos_token),

@@ -158,6 +158,8 @@ class Llama:
     """
 
     exchange: ExpertExchange | None = None
+    device = torch.device("cpu")
+    """Where its weights are, and what it computes."""
 
     def __init__(
         self,
@@ -185,7 +187,8 @@ class Llama:
         self.layers = [take_layer(config, take, i, self.exchange, pack) for i in range(config.num_layers)]
         self.final_norm = take("model.norm.weight", config.hidden_size)
         self.head = pack(self.embedding if config.tie_word_embeddings else take("lm_head.weight", *vocabulary))
-        self._rotary = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+        self.device = self.final_norm.device
+        self._rotary = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling).to(self.device)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [tokens, 1, head_dim] for `rotate`; the sines carry the sign of each half."""

@@ -16,7 +16,9 @@ import contextlib
 import mmap
 import os
 import secrets
+import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,7 +30,7 @@ from paceline.models.experts import Placement, Routed
 from paceline.parallel import spin
 from paceline.parallel.wire import Views, Wire, pack, unpack
 
-ROWS_BYTES = 1 << 26
+ROWS_BYTES = 1 << 28
 """Room for one rank's rows, and for its sums of each rank's tokens; memory is taken only as it is used."""
 
 WORDS = 15
@@ -47,6 +49,9 @@ PATIENT_S = 0.002
 """After so long a wait sleeps between looks: a peer computes something long."""
 
 NAP_S = 50e-6
+
+WORRY_S = 30.0
+"""After so long a wait, or half of the time after which a rank gives up, it says for whom it waits."""
 
 VIEWS = 4096
 """Views kept at most: of numbers of tokens that occurred."""
@@ -94,17 +99,36 @@ class Board:
 
     def _wait(self) -> None:
         late = spin.behind(self._address, self.ranks, _HEADER, self._count, SPINS)
-        began = time.perf_counter()
+        began, worry = time.perf_counter(), min(WORRY_S, self.timeout_s / 2)
         while late >= 0:
             waited = time.perf_counter() - began
-            if waited > self.timeout_s:
-                raise PeerLost(f"rank {late} did not come to a common step within {self.timeout_s} s")
+            if waited > worry:
+                worry = self.timeout_s
+                print(
+                    f"rank {self.rank} has waited {waited:.1f} s for {self._late(late)} at a common step, and gives up"
+                    f" after {self.timeout_s:g} s (distributed_timeout_seconds)",
+                    file=sys.stderr,
+                    flush=True,
+                )
             patient = waited > PATIENT_S
             if patient:
                 time.sleep(NAP_S)
             else:
                 os.sched_yield()
             late = spin.behind(self._address, self.ranks, _HEADER, self._count, 1 if patient else SPINS)
+            # By a look that is younger than the clock's: all may have been stopped together, and gone on.
+            if late >= 0 and waited > self.timeout_s:
+                raise PeerLost(f"{self._late(late)} did not come to a common step within {self.timeout_s} s")
+
+    def _late(self, first: int) -> str:
+        """The ranks that have not posted the current count, of which ``first`` was the first to be noticed."""
+        behind = [r for r in range(self.ranks) if spin.read(self._address + r * _HEADER) < self._count]
+        return named(behind or [first])
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words, at least one."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _areas_at(ranks: int) -> int:
@@ -168,6 +192,11 @@ class SharedExchange:
         # Making a view takes a microsecond or two, and a layer needs a dozen.
         self._rows: dict[tuple[int, int, Wire], Views] = {}
         self._sums: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
+
+    @staticmethod
+    def room(hidden_size: int, top_k: int) -> int:
+        """Tokens that a rank can bring at once, in whatever type their hidden states are."""
+        return ROWS_BYTES // Wire(hidden_size, torch.float32, top_k).row_bytes
 
     def begin(self, mode: int, size: int, inert: Tensor | None = None) -> None:
         """See `ExpertExchange`."""

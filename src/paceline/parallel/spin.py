@@ -65,6 +65,12 @@ def post(address: int, value: int) -> None:
 
 
 @njit(cache=True, nogil=True)
+def read(address: int) -> int:
+    """The counter at ``address``."""
+    return load(address)
+
+
+@njit(cache=True, nogil=True)
 def behind(address: int, ranks: int, stride: int, value: int, spins: int) -> int:
     """The first of ``ranks`` counters, ``stride`` bytes apart, still below ``value`` after ``spins`` looks; else -1."""
     for rank in range(ranks):

@@ -16,11 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
-from paceline.engine.messages import Dead, ModelInfo, Ready, decode_from_engine
+from paceline.engine.line import JOIN_TIMEOUT_S
+from paceline.engine.messages import Arrival, Dead, ModelInfo, Ready, decode_from_engine
+from paceline.runtime.arrivals import Arrivals
 from paceline.runtime.engine_process import LAST_WORDS_MS, POLL_MS, EngineProcess, push_or_pull
 
+CHECK_S = 0.05
+"""How often to look after processes and nodes until all ranks are ready."""
 STOP_TIMEOUT_S = 5.0
 """How long stopped engines may take to finish the step in flight before they are killed."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -38,19 +43,27 @@ class EngineFailed(RuntimeError):
 class Place:
     """What ``data_parallel`` among the options of an engine says of a server's ranks.
 
-    ``size``: of their group. ``first``: which rank of it the first process is. ``front``: ``host:port`` at which the
-    server that runs rank 0 hears from ranks that other machines run for it. ``rest``: passed on to the engines.
+    ``size``: of their group. ``first``: which rank of it the first process is; None: the server of rank 0 says so.
+    ``front``: ``host:port`` at which that server hears from ranks that other machines run for it. ``join_timeout_s``:
+    how long all wait for the last to come. ``rest``: passed on to the engines.
     """
 
     size: int
-    first: int
+    first: int | None
     front: str | None
+    join_timeout_s: float
     rest: dict[str, Any]
 
     @classmethod
     def of(cls, options: Mapping[str, Any], ranks: int) -> Place:
         given = dict(options.get("data_parallel", {}))
-        return cls(given.pop("size", ranks), given.pop("first", 0), given.pop("front", None), given)
+        timeout_s = given.get("join_timeout_s", JOIN_TIMEOUT_S)
+        return cls(given.pop("size", ranks), given.pop("first", 0), given.pop("front", None), timeout_s, given)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks of the group keep step: they share experts, or are told to all the same."""
+        return bool(self.rest.get("enable_expert_parallel") or self.rest.get("lockstep"))
 
 
 def start_processes(
@@ -66,7 +79,8 @@ def start_processes(
     Args:
         factory: ``module:function``, called in each child with its options as a dict.
         options: passed on, plain JSON data; each of several ranks finds in ``data_parallel`` where it belongs: what is
-            given there, ``size``, ``rank``, ``inbox`` and ``store``.
+            given there, ``size``, ``rank``, ``inbox``, ``store``, and by ``local_rank`` and ``local_ranks`` its place
+            among the processes here.
         names: rank in the group, and the file of the inbox in ``folder``, of each; the front knows them by the order.
         outbox: address of the front.
     """
@@ -77,6 +91,7 @@ def start_processes(
         chosen, inbox = dict(options), f"ipc://{folder / name}"
         if place.size > 1:
             own = {"size": place.size, "rank": rank, "inbox": inbox, "store": str(folder / "store")}
+            own |= {"local_rank": number, "local_ranks": len(names)}
             chosen["data_parallel"] = {**own, **place.rest}
         spec = {
             "factory": factory,
@@ -98,7 +113,8 @@ class EngineGroup:
     """Engine processes, from their start to their end, and the ranks that other machines run for this server.
 
     ``size``: ranks of the group, those with servers of their own included. ``first_rank``: which rank of it the
-    first process is. ``outbox``: where all are heard.
+    first process is. ``outbox``: where all are heard. ``needed_elsewhere``: whether ranks of other servers keep step
+    with these, and cannot go on without them.
     """
 
     def __init__(self, factory: str, options: Mapping[str, Any], ranks: int = 1) -> None:
@@ -111,9 +127,10 @@ class EngineGroup:
         """
         place = Place.of(options, ranks)
         self.size = place.size
-        self.first_rank = place.first
+        self.first_rank = place.first or 0
         self.front = place.front
         self._served = ranks if place.front is None else place.size
+        self.needed_elsewhere = place.in_step and self._served < place.size
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.outbox = push_or_pull(self._context, zmq.PULL)
@@ -125,7 +142,10 @@ class EngineGroup:
         for number in range(ranks):
             # The engine binds its inbox: a connecting socket queues what is sent before the other side is there.
             self._connect(number, f"ipc://{self._folder / f'inbox-{number}'}")
-        names = {place.first + number: f"inbox-{number}" for number in range(ranks)}
+        names = {self.first_rank + number: f"inbox-{number}" for number in range(ranks)}
+        self._arrivals = Arrivals(
+            self._context, self._served, ranks, in_step=place.in_step, timeout_s=place.join_timeout_s
+        )
         self._processes = start_processes(factory, options, place, names, outbox, self._folder)
 
     def _listen(self, front: str) -> None:
@@ -169,31 +189,49 @@ class EngineGroup:
         """
         ready: dict[int, Ready] = {}
         missed: dict[int, str] = {}
+        checked, was_wrong = time.monotonic(), False
         while len(ready) < len(self):
             if self.outbox.poll(POLL_MS):
-                message = decode_from_engine(self.outbox.recv())
-                if isinstance(message, Ready):
-                    self._welcome(message, ready)
-                elif isinstance(message, Dead) and message.peer_lost:
-                    missed[message.rank] = message.reason
-                elif isinstance(message, Dead):
-                    # Options are refused in the same words by every rank.
-                    where = "" if message.refused else self._prefix(message.rank)
-                    raise (EngineRefused if message.refused else EngineFailed)(where + message.reason)
-            else:
-                self.check_alive(missed)
+                self._hear(ready, missed)
+            if time.monotonic() - checked > CHECK_S:
+                checked = time.monotonic()
+                problem = self.problem(missed) or self._arrivals.problem()
+                # One check later, since what a process said before it ended, and says more, may be under way.
+                if problem is not None and was_wrong:
+                    raise EngineFailed(problem)
+                was_wrong = problem is not None
+        self._arrivals.complete()
         return ready[0].model
 
-    def check_alive(self, missed: Mapping[int, str]) -> None:
-        """Fail if a process has ended before all are ready; ``missed``: what ranks said that missed another.
+    def _hear(self, ready: dict[int, Ready], missed: dict[int, str]) -> None:
+        try:
+            message = decode_from_engine(self.outbox.recv())
+        except msgspec.DecodeError:
+            raise EngineRefused("a rank speaks otherwise: it runs another version of paceline") from None
+        if isinstance(message, Arrival):
+            self.admit(message)
+        elif self._arrivals.nobody_is(message.rank):
+            return
+        elif isinstance(message, Ready):
+            self._welcome(message, ready)
+        elif isinstance(message, Dead) and message.peer_lost:
+            missed[message.rank] = message.reason
+        elif isinstance(message, Dead):
+            # Options are refused in the same words by every rank.
+            where = "" if message.refused else self._prefix(message.rank)
+            raise (EngineRefused if message.refused else EngineFailed)(where + message.reason)
 
-        Raises:
-            EngineFailed: one has.
-        """
+    def admit(self, node: Arrival) -> None:
+        """Answer a machine that would run ranks for this server."""
+        self._arrivals.admit(node)
+
+    def problem(self, missed: Mapping[int, str]) -> str | None:
+        """How a process here has ended, if one has; ``missed``: what ranks said that missed another."""
         # Who ended for want of another is not the cause, unless nobody else is to be seen.
         gone = [rank for rank, process in enumerate(self._processes) if process.ended]
         for rank in sorted(gone, key=missed.__contains__):
-            raise EngineFailed(self._prefix(rank) + missed.get(rank, self.epitaph(rank)))
+            return self._prefix(rank) + missed.get(rank, self.epitaph(rank))
+        return None
 
     def _welcome(self, message: Ready, ready: dict[int, Ready]) -> None:
         """A rank is ready: it must be one that is missing, and the same engine as the others."""
@@ -219,6 +257,8 @@ class EngineGroup:
 
     def epitaph(self, rank: int) -> str:
         """How a process ended, in words."""
+        if self.needed_elsewhere and self.ended_in_order(rank):
+            return "the group was stopped through another of its servers"
         return self._processes[rank].epitaph()
 
     def ended_in_order(self, rank: int) -> bool:
@@ -228,14 +268,19 @@ class EngineGroup:
     def _prefix(self, rank: int) -> str:
         return f"rank {self.first_rank + rank}: " if self.size > 1 else ""
 
-    def stop(self) -> None:
-        """End the processes, which `AsyncEngine.close` has told to stop or which need not be told; free everything."""
-        ends = time.monotonic() + STOP_TIMEOUT_S
+    def stop(self, timeout_s: float | None = None) -> None:
+        """End the processes, which `AsyncEngine.close` has told to stop or which need not be told; free everything.
+
+        ``timeout_s``: how long requests of other servers, with whose ranks these keep step, may take to finish; None:
+        as long as they need.
+        """
+        limit_s = timeout_s if self.needed_elsewhere else STOP_TIMEOUT_S
+        ends = None if limit_s is None else time.monotonic() + limit_s
         if self.size == 1:
             self._processes[0].let_go()
         for process in self._processes:
             # In lock-step they leave together, so none is let go before the last has had its time.
-            process.wait(max(0.0, ends - time.monotonic()))
+            process.wait(None if ends is None else max(0.0, ends - time.monotonic()))
         self.kill()
 
     def kill_all(self) -> None:

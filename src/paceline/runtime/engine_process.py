@@ -125,8 +125,8 @@ class EngineProcess:
             return f"the engine process was killed by signal {-status}"
         return f"the engine process ended with status {status}"
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the process has ended within ``timeout_s``."""
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether the process has ended within ``timeout_s`` (None: it has, for that is waited for)."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -198,12 +198,13 @@ def own_address(host: str, port: int) -> str:
     return f"[{own}]" if family == socket.AF_INET6 else own
 
 
-def _leave_with_parent(built: threading.Event) -> None:
+def _leave_with_parent(built: threading.Event, folder: str) -> None:
     """While the engine is built, nobody else looks at the link."""
     poller = select.poll()
     poller.register(LINK, select.POLLIN)
     while not built.is_set():
         if poller.poll(POLL_MS) and not built.is_set():
+            shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
 
 
@@ -242,18 +243,21 @@ def _beating(context: zmq.Context[zmq.Socket[bytes]], spec: Mapping[str, Any]) -
 def _loop(
     engine: BuiltEngine,
     rank: int,
+    own: int,
     context: zmq.Context[zmq.Socket[bytes]],
     inbox: zmq.Socket[bytes],
     outbox: zmq.Socket[bytes],
 ) -> LineLoop | EngineLoop:
+    """``rank``: by which its front knows it; ``own``: of the group."""
     if engine.line is None:
         return EngineLoop(engine.rank, Desk(engine.rank, inbox, outbox, LINK, number=rank))
-    peers, partings = [], []
-    for address in engine.line.peers:
+    peers, partings = [], {}
+    others = (other for other in range(len(engine.line.peers) + 1) if other != own)
+    for other, address in zip(others, engine.line.peers, strict=True):
         peer = push_or_pull(context, zmq.PUSH)
         if address.startswith("tcp:"):
             # Nobody here watches the processes of other machines, least of all while all sleep.
-            partings.append(parting(peer))
+            partings[parting(peer)] = other
         peer.connect(address)
         peers.append(peer)
     waits = WaitTimes()
@@ -270,7 +274,7 @@ def _run(
     """Build the engine and step until it is told to stop; why it could not go on, if so."""
     rank = spec["rank"]
     built = threading.Event()
-    threading.Thread(target=_leave_with_parent, args=(built,), daemon=True).start()
+    threading.Thread(target=_leave_with_parent, args=(built, spec["folder"]), daemon=True).start()
     try:
         engine = _build(spec, inbox)
     except PeerLost as error:
@@ -284,13 +288,14 @@ def _run(
     outbox.send(encode(Ready(engine.model, rank, inbox.get_string(zmq.LAST_ENDPOINT), __version__)))
     try:
         with collector_paused(), _beating(context, spec):
-            _loop(engine, rank, context, inbox, outbox).run()
+            own = spec["options"].get("data_parallel", {}).get("rank", 0)
+            _loop(engine, rank, own, context, inbox, outbox).run()
     except PeerLost as error:
         return Dead(str(error), rank=rank, peer_lost=True)
     except Exception as error:
         traceback.print_exc()
         # Collectives inside the forward fail where a vote would: the peer is gone.
-        lost = engine.line is not None and "gloo" in str(error)
+        lost = engine.line is not None and any(name in str(error) for name in ("gloo", "NCCL"))
         return Dead(f"the engine failed: {type(error).__name__}: {error}", rank=rank, peer_lost=lost)
     return None
 

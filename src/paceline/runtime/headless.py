@@ -12,8 +12,10 @@ from typing import Any
 
 import zmq
 
-from paceline.runtime.engine_group import STOP_TIMEOUT_S, Place, start_processes
-from paceline.runtime.engine_process import EngineProcess, parting, push_or_pull
+from paceline import __version__
+from paceline.engine.messages import Arrival, decode_placed, encode
+from paceline.runtime.engine_group import STOP_TIMEOUT_S, EngineFailed, EngineRefused, Place, start_processes
+from paceline.runtime.engine_process import EngineProcess, own_address, parting, push_or_pull
 
 POLL_MS = 200
 LEAVING_S = 2.0
@@ -28,18 +30,26 @@ def run_headless(factory: str, options: Mapping[str, Any], ranks: int, say: Call
     Args:
         factory, options: see `start_processes`; ``data_parallel`` holds ``size``, ``first`` and ``front``.
         say: is told what an operator should read.
+
+    Raises:
+        EngineRefused: the server has no place for these ranks.
+        EngineFailed: the server did not come, or left.
     """
     place = Place.of(options, ranks)
     outbox = f"tcp://{place.front}"
-    folder = Path(tempfile.mkdtemp(prefix="paceline-"))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     processes: list[EngineProcess] = []
+    folder = None
     try:
         probe, lost = _connection(context, outbox)
-        names = {place.first + number: f"inbox-{number}" for number in range(ranks)}
+        # Open until the end: the server sees by it that this node is there.
+        answer = push_or_pull(context, zmq.PULL)
+        say(f"asking the server at {place.front} for {ranks} of {place.size} ranks")
+        first = _ask(place, ranks, probe, lost, answer)
+        folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        names = {first + number: f"inbox-{number}" for number in range(ranks)}
         processes = start_processes(factory, options, place, names, outbox, folder)
-        last = place.first + ranks - 1
-        say(f"running ranks {place.first} to {last} of {place.size} for the server at {place.front}")
+        say(f"running ranks {first} to {first + ranks - 1} of {place.size} for the server at {place.front}")
         while not (gone := bool(lost.poll(POLL_MS))) and not any(process.ended for process in processes):
             pass
         probe.close()
@@ -56,7 +66,40 @@ def run_headless(factory: str, options: Mapping[str, Any], ranks: int, say: Call
             process.wait(STOP_TIMEOUT_S)
             process.let_go()
         context.destroy(linger=0)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ask(
+    place: Place,
+    ranks: int,
+    probe: zmq.Socket[bytes],
+    lost: zmq.Socket[bytes],
+    answer: zmq.Socket[bytes],
+) -> int:
+    """Which rank the first one here is, by the server's word."""
+    assert place.front is not None
+    host, _, port = place.front.rpartition(":")
+    try:
+        own = own_address(host.strip("[]"), int(port))
+        answer.bind(f"tcp://{own}:*")
+    except OSError as error:
+        raise EngineRefused(f"data_parallel_address: there is no way to {host}: {error}") from None
+    inbox = f"tcp://{own}:{answer.get_string(zmq.LAST_ENDPOINT).rpartition(':')[2]}"
+    probe.send(encode(Arrival(ranks, place.size, place.first, place.in_step, inbox, __version__)))
+    ends = time.monotonic() + place.join_timeout_s
+    while not answer.poll(POLL_MS):
+        if lost.poll(0):
+            raise EngineFailed(f"the server at {place.front} has gone")
+        if time.monotonic() > ends:
+            raise EngineFailed(
+                f"data_parallel_address, data_parallel_rpc_port: no server answers at {place.front} within"
+                f" {place.join_timeout_s:g} s; it is started with the same flags, without --headless"
+            )
+    placed = decode_placed(answer.recv())
+    if placed.refusal:
+        raise EngineRefused(placed.refusal)
+    return placed.first
 
 
 def _connection(context: zmq.Context[zmq.Socket[bytes]], outbox: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:

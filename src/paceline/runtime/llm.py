@@ -20,12 +20,14 @@ from paceline.core.request import Request, SamplingParams, StoredTokens
 from paceline.core.scheduler import Scheduler
 from paceline.engine.rank import Rank
 from paceline.execution.runner import ModelExecutor
+from paceline.models.device import arithmetic_on, resolve_device
 from paceline.models.registry import load_model
 from paceline.models.spec import LoadedModel, resolve_dtype
 from paceline.models.tokenizer import Message
 from paceline.runtime.connecting import connector_halves
 from paceline.runtime.detokenizer import Detokenizer
-from paceline.runtime.options import engine_config, load_draft, speculation_config
+from paceline.runtime.gpu_memory import asked_utilization, cache_bytes
+from paceline.runtime.options import engine_config, graph_config, graph_options, load_draft, speculation_config
 from paceline.runtime.outputs import CompletionOutput, EngineStats, RequestOutput, position_logprobs
 
 Prompt = str | Mapping[str, Any]
@@ -41,12 +43,14 @@ class LLM:
         >>> out[0].outputs[0].text
     """
 
-    def __init__(
+    def __init__(  # size: most of it is the list of options, each explained
         self,
         model: str | Path | LoadedModel,
         *,
         dtype: str = "auto",
         quantization: str | None = None,
+        device: str = "auto",
+        gpu_memory_utilization: float | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 128,
         max_num_batched_tokens: int = 2048,
@@ -58,6 +62,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         speculative_config: Mapping[str, Any] | None = None,
         kv_transfer_config: Mapping[str, Any] | None = None,
+        compilation_config: Mapping[str, Any] | None = None,
         seed: int = 0,
         tensor_parallel_size: int = 1,
     ) -> None:
@@ -68,17 +73,24 @@ class LLM:
             dtype: of weights and KV cache: float32, bfloat16, or auto (as stored).
             quantization: of the weights: int8 (activations are rounded too, KV cache in bfloat16), none, or None:
                 int8 for weights that are stored quantised if dtype is auto, none otherwise.
+            device: cpu, cuda, or auto: a GPU where PyTorch can use one. On a GPU dtype auto is bfloat16.
+            gpu_memory_utilization: of a GPU's memory, the share that may be used, and so the size of the KV cache;
+                0.9 by default.
             max_model_len: tokens of a prompt and its output together; the model's context by default.
             max_num_seqs: requests that run at the same time.
             max_num_batched_tokens: tokens that one step computes at most.
             long_prefill_token_threshold: prompt tokens that one request may compute in a step; 0: no limit.
             scheduling_policy: fcfs or priority.
             block_size: tokens of a KV block.
-            num_gpu_blocks_override: KV blocks, one of them reserved (vLLM's name; they lie in main memory here).
-            kv_cache_memory_bytes: memory for the KV cache instead; 512 MiB by default, or what one request needs.
+            num_gpu_blocks_override: KV blocks, one of them reserved (vLLM's name; they lie where the model does).
+            kv_cache_memory_bytes: memory for the KV cache instead; on a CPU 512 MiB by default, or what one request
+                needs.
             enable_prefix_caching: share the KV of equal beginnings.
             speculative_config: vLLM's keys and ``pad_resumed``; methods ngram, draft_model and eagle3.
-            kv_transfer_config: vLLM's keys; DecodeBenchConnector, which makes up the KV of prompts.
+            kv_transfer_config: vLLM's keys; DecodeBenchConnector, which makes up the KV of prompts, or a connector from
+                the module kv_connector_module_path.
+            compilation_config: vLLM's cudagraph_mode (FULL_DECODE_ONLY, NONE; by default what measured faster for such
+                a model) and cudagraph_capture_sizes.
             seed: makes sampled requests without a seed of their own repeatable.
             tensor_parallel_size: 1.
 
@@ -88,17 +100,30 @@ class LLM:
         """
         require(tensor_parallel_size == 1, "tensor_parallel_size", f"only 1 is supported, got {tensor_parallel_size}")
         speculation = speculation_config(speculative_config)
+        asked_graphs = graph_options(compilation_config)
         self._transfer = read_transfer_config(kv_transfer_config)
-        loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype, quantization)
+        if isinstance(model, LoadedModel):
+            loaded, where = model, model.model.device
+            require(device in ("auto", where.type), "device", f"the model was loaded on {where.type}, not {device}")
+        else:
+            where = resolve_device(device)
+            dtype, quantization = arithmetic_on(where, dtype, quantization)
+            loaded = load_model(model, dtype, quantization, device=where)
+        sizes = kv_cache_memory_bytes, num_gpu_blocks_override
+        utilization = asked_utilization(gpu_memory_utilization, where, sizes)
         stored = loaded.model.dtype
         require(resolve_dtype(dtype, stored) == stored, "dtype", f"the model was loaded as {stored}, not {dtype}")
-        self._draft = load_draft(speculation, loaded.model, dtype, quantization)
+        self._draft = load_draft(speculation, loaded.model, dtype, quantization, device=where)
         kept = loaded.model.quantization
         require(
             quantization is None or quantization == (kept or "none"),
             "quantization",
             f"the model was loaded with {kept or 'none'}, not {quantization}",
         )
+        if utilization is not None:
+            limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+            limits |= {"max_num_batched_tokens": max_num_batched_tokens}
+            kv_cache_memory_bytes = cache_bytes(loaded.model, speculation.width, limits, utilization)
         self.model = loaded
         self.tokenizer = loaded.tokenizer
         self.config = engine_config(
@@ -115,6 +140,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             speculation=speculation,
             draft=self._draft,
+            graphs=graph_config(asked_graphs, loaded.model, speculation),
             load_failure_policy="fail" if self._transfer is None else self._transfer.kv_load_failure_policy,
         )
         self._seed = seed
@@ -123,7 +149,7 @@ class LLM:
 
     def _start(self) -> None:
         """An engine without requests and with an empty cache."""
-        beside_scheduler, beside_cache = connector_halves(self._transfer, self.config.cache, self._seed)
+        beside_scheduler, beside_cache = connector_halves(self._transfer, self.config, self._seed)
         executor = ModelExecutor(
             self.model.model, self.config, seed=self._seed, draft=self._draft, connector=beside_cache
         )
@@ -253,7 +279,7 @@ class LLM:
         left = len(jobs)
         while left:
             self._rank.begin(time.monotonic())
-            self._rank.launch()
+            self._rank.launch_alone()
             result = self._rank.collect()
             self._forward_s += result.forward_s
             self._draft_s += result.draft_s

@@ -9,13 +9,11 @@ idle:      asleep in poll, without CPU, until a message comes or the parent proc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import zmq
 
-from paceline.core.graphs import GraphDispatcher
-from paceline.core.lockstep import agree
 from paceline.core.plan import StepOutput, StepPlan
 from paceline.core.scheduler import RequestRefused
 from paceline.engine.line import PeerLost, WaitTimes
@@ -45,8 +43,8 @@ class Desk:
     """A rank's correspondence: requests and aborts go to its scheduler, outputs and statistics to its front.
 
     ``link``: a descriptor that becomes readable when the parent process has ended. ``partings``: sockets that become
-    readable when a rank elsewhere has gone. ``closed``: why requests are refused from now on, None while they are
-    welcome.
+    readable when a rank elsewhere has gone, and which it is. ``closed``: why requests are refused from now on, None
+    while they are welcome.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class Desk:
         *,
         number: int = 0,
         waits: WaitTimes | None = None,
-        partings: Sequence[zmq.Socket[bytes]] = (),
+        partings: Mapping[zmq.Socket[bytes], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
@@ -71,7 +69,8 @@ class Desk:
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(link, zmq.POLLIN)
-        for parting in partings:
+        self._partings = partings or {}
+        for parting in self._partings:
             self._poller.register(parting, zmq.POLLIN)
         self._link = link
         self._refused: list[StepOutput] = []
@@ -90,7 +89,8 @@ class Desk:
             if where == self._link:
                 raise LinkClosed
             if where is not self._inbox:
-                raise PeerLost("the connection to another rank has ended")
+                assert isinstance(where, zmq.Socket)
+                raise PeerLost(f"the connection to another rank, {self._partings[where]}, has ended")
 
     def read(self, wait_ms: int | None = 0) -> Heard:
         """Apply all messages that have come, after waiting for the first.
@@ -179,8 +179,6 @@ class EngineLoop:
     def __init__(self, rank: Rank, desk: Desk) -> None:
         self._rank = rank
         self._desk = desk
-        self._graphs = GraphDispatcher(rank.scheduler.config)
-        self._steps = 0
 
     def run(self) -> None:
         """Step while there is work, sleep while there is none."""
@@ -202,10 +200,5 @@ class EngineLoop:
         rank, desk = self._rank, self._desk
         began = desk.clock()
         plan = rank.begin(began)
-        if self._graphs.enabled:
-            # A group of one agrees with itself.
-            rank.launch(agree([rank.vote(self._steps, 0)], self._graphs))
-            self._steps += 1
-        else:
-            rank.launch()
+        rank.launch_alone()
         return desk.report(plan, rank.finish(rank.collect(), desk.clock()), began)

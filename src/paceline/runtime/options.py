@@ -15,6 +15,7 @@ from paceline.core.config import (
     ConfigError,
     EngineConfig,
     GraphConfig,
+    GraphMode,
     LoadFailurePolicy,
     Policy,
     SchedulerConfig,
@@ -29,10 +30,13 @@ from paceline.models.experts import ExpertExchange
 from paceline.models.llama import Llama
 from paceline.models.registry import load_model
 from paceline.models.spec import LlamaConfig
+from paceline.models.static import StaticMixture
+from paceline.parallel.exchange import GroupExchange
 
 DEFAULT_KV_CACHE_BYTES = 1 << 29
 """Memory for the KV cache when nothing is said, or what one request of full length needs if that is more."""
 
+_GRAPH_KEYS = {"cudagraph_mode": "mode", "cudagraph_capture_sizes": "capture_sizes"}
 _KEYS = sorted(f.name for f in fields(SpeculationConfig) if f.name not in ("lookahead", "draft_slots"))
 
 
@@ -65,24 +69,54 @@ def speculation_config(given: Mapping[str, Any] | None) -> SpeculationConfig:
     return SpeculationConfig(**values)
 
 
-def graph_config(given: Mapping[str, Any] | None) -> GraphConfig:
-    """Read ``compilation_config``: vLLM's ``cudagraph_mode`` and ``cudagraph_capture_sizes``.
+def graph_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Read ``compilation_config``, vLLM's ``cudagraph_mode`` and ``cudagraph_capture_sizes``: fields of `GraphConfig`.
 
     Raises:
         ConfigError: an unknown key, or a value that cannot be honoured.
     """
-    known = {"cudagraph_mode": "mode", "cudagraph_capture_sizes": "capture_sizes"}
     values: dict[str, Any] = {}
     for key, value in (given or {}).items():
-        require(key in known, f"compilation_config.{key}", f"unknown key; known are {', '.join(sorted(known))}")
+        known = ", ".join(sorted(_GRAPH_KEYS))
+        require(key in _GRAPH_KEYS, f"compilation_config.{key}", f"unknown key; known are {known}")
         if key == "cudagraph_capture_sizes":
             require(isinstance(value, list), f"compilation_config.{key}", f"must be a list of integers, got {value!r}")
-        values[known[key]] = tuple(value) if isinstance(value, list) else value
+        values[_GRAPH_KEYS[key]] = tuple(value) if isinstance(value, list) else value
     try:
-        return GraphConfig(**values)
+        GraphConfig(**values)
     except ConfigError as error:
-        name = {field: key for key, field in known.items()}[error.field.removeprefix("graphs.")]
+        name = {field: key for key, field in _GRAPH_KEYS.items()}[error.field.removeprefix("graphs.")]
         raise ConfigError(f"compilation_config.{name}", error.problem) from None
+    return values
+
+
+def graph_config(asked: Mapping[str, Any], model: Llama, speculation: SpeculationConfig) -> GraphConfig:
+    """The decode graphs of ``model``: as ``asked`` for (see `graph_options`), in its default mode if none was.
+
+    Raises:
+        ConfigError: sizes of which none would be used.
+    """
+    mode = asked.get("mode") or default_graph_mode(model, speculation)
+    default = "" if "mode" in asked else ", the default for this model"
+    require(
+        mode != "NONE" or "capture_sizes" not in asked,
+        "compilation_config.cudagraph_capture_sizes",
+        f"nothing is captured with cudagraph_mode NONE{default}; leave them out, or ask for FULL_DECODE_ONLY",
+    )
+    return GraphConfig(mode=mode, capture_sizes=asked.get("capture_sizes"))
+
+
+def default_graph_mode(model: Llama, speculation: SpeculationConfig) -> GraphMode:
+    """The mode that measured faster for ``model`` where it runs (docs/performance.md, "Decode graphs").
+
+    On a CPU, FULL pays where a static backend computes its steps, whatever drafts. Without one it saves ranks that
+    exchange over a network the collective that tells how many tokens go where; but it widens rows to the verifier's
+    width where prompt lookup found no draft, and on a CPU these cost as much as real ones. On a GPU the default is what
+    graphs are for, and has not been measured.
+    """
+    if model.device.type != "cpu" or (model.dtype == torch.bfloat16 and StaticMixture.supports(model)):
+        return "FULL_DECODE_ONLY"
+    return "FULL_DECODE_ONLY" if isinstance(model.exchange, GroupExchange) and speculation.method != "ngram" else "NONE"
 
 
 def load_draft(
@@ -92,12 +126,13 @@ def load_draft(
     quantization: str | None,
     *,
     parallel: ExpertExchange | None = None,
+    device: torch.device | None = None,
 ) -> DraftModel | None:
     """What drafts for ``target``, None for methods without a model.
 
     A draft model is loaded by the same options as the target was, where ``dtype`` auto and ``quantization`` None go by
     how its own weights are stored. An EAGLE-3 head runs in the target's arithmetic. ``parallel``: what experts are
-    shared through.
+    shared through. ``device``: where the target is; None: on the CPU.
 
     Raises:
         UnsupportedModel: it cannot be found or run.
@@ -107,7 +142,7 @@ def load_draft(
     if speculation.method == "eagle3":
         folder = Path(speculation.model).expanduser()
         return load_eagle3(folder, target, parallel=parallel)
-    return load_model(speculation.model, dtype, quantization, parallel=parallel).model
+    return load_model(speculation.model, dtype, quantization, parallel=parallel, device=device).model
 
 
 def engine_config(

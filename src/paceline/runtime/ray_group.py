@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.runtime.engine_group import EngineFailed, EngineGroup, EngineRefused
+from paceline.runtime.engine_group import EngineGroup, EngineRefused
 from paceline.runtime.headless import run_headless
 
 CPUS_PER_RANK = 1
@@ -54,16 +54,18 @@ class RayGroup(EngineGroup):
         chosen = {**options, "data_parallel": place}
         super().__init__(factory, chosen, 0)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        task = ray.remote(num_cpus=CPUS_PER_RANK, max_retries=0)(run_rank)
+        gpus = 1 if options.get("device") == "cuda" else 0
+        task = ray.remote(num_cpus=CPUS_PER_RANK, num_gpus=gpus, max_retries=0)(run_rank)
         for rank in range(ranks):
             placed = task.options(scheduling_strategy=here) if rank == 0 else task
             self._tasks.append(placed.remote(factory, chosen, rank))
 
-    def check_alive(self, missed: Mapping[int, str]) -> None:
+    def problem(self, missed: Mapping[int, str]) -> str | None:
         """See `EngineGroup`."""
         for rank, task in enumerate(self._tasks):
             if self._ended(task, 0.0):
-                raise EngineFailed(f"rank {rank}: {missed.get(rank, self.epitaph(rank))}")
+                return f"rank {rank}: {missed.get(rank, self.epitaph(rank))}"
+        return None
 
     def _ended(self, task: Any, timeout_s: float) -> bool:
         return bool(self._ray.wait([task], timeout=timeout_s)[0])
@@ -94,7 +96,7 @@ class RayGroup(EngineGroup):
         """See `EngineGroup`."""
         return self.epitaph(rank).endswith("with status 0")
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float | None = None) -> None:
         """See `EngineGroup`: in lock-step they leave together when told; the others when the server is gone."""
         self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=LEAVING_S)
         self.kill()

@@ -16,12 +16,21 @@ from paceline.engine.messages import ModelInfo
 from paceline.engine.rank import Executor, Rank, StepCounts
 from paceline.execution.drafter import DraftModel
 from paceline.execution.runner import ModelExecutor
+from paceline.models.device import arithmetic_on, resolve_device
 from paceline.models.registry import load_model
 from paceline.models.spec import LoadedModel
 from paceline.runtime.connecting import connector_halves
 from paceline.runtime.engine_process import BuiltEngine
+from paceline.runtime.gpu_memory import asked_utilization, cache_bytes
 from paceline.runtime.joining import JoinedLine
-from paceline.runtime.options import block_bytes, engine_config, graph_config, load_draft, speculation_config
+from paceline.runtime.options import (
+    block_bytes,
+    engine_config,
+    graph_config,
+    graph_options,
+    load_draft,
+    speculation_config,
+)
 
 FACTORY = f"{__name__}:build_engine"
 WARM_UP_TOKENS = 2
@@ -41,19 +50,27 @@ def build_engine(options: dict[str, Any]) -> BuiltEngine:
     """
     chosen = dict(options)
     name, dtype, seed = chosen.pop("model"), chosen.pop("dtype"), chosen.pop("seed")
-    quantization = chosen.pop("quantization", None)
-    graphs = graph_config(chosen.pop("compilation_config", None))
+    quantization, place = chosen.pop("quantization", None), chosen.pop("data_parallel", {})
+    device = resolve_device(
+        chosen.pop("device", "auto"), local_rank=place.get("local_rank", 0), local_ranks=place.get("local_ranks", 1)
+    )
+    dtype, quantization = arithmetic_on(device, dtype, quantization)
+    sizes = chosen["kv_cache_memory_bytes"], chosen["num_gpu_blocks_override"]
+    utilization = asked_utilization(chosen.pop("gpu_memory_utilization", None), device, sizes)
+    asked_graphs = graph_options(chosen.pop("compilation_config", None))
     transfer = kv_transfer_config(chosen.pop("kv_transfer_config", None))
-    place = chosen.pop("data_parallel", {})
     speculation = speculation_config(chosen.pop("speculative_config"))
     _check_early(chosen)
-    line = JoinedLine.join(place)
+    line = JoinedLine.join(place, device)
     exchange = None if line is None else line.exchange
-    loaded = load_model(name, dtype, quantization, parallel=exchange)
-    draft = load_draft(speculation, loaded.model, dtype, quantization, parallel=exchange)
+    loaded = load_model(name, dtype, quantization, parallel=exchange, device=device)
+    draft = load_draft(speculation, loaded.model, dtype, quantization, parallel=exchange, device=device)
     mixtures = [model for model in (loaded.model, draft) if model is not None and model.exchange is not None]
     if place.get("enable_expert_parallel") and not mixtures:
         raise ConfigError("enable_expert_parallel", "this model has no experts; leave it out")
+    if utilization is not None:
+        memory = cache_bytes(loaded.model, speculation.width, chosen, utilization)
+        chosen["kv_cache_memory_bytes"] = memory if line is None else line.least(memory)
     if chosen["max_model_len"] == "auto":
         chosen["max_model_len"] = _fitting_length(
             loaded, draft, chosen, speculation.width + speculation.lookahead_tokens
@@ -63,13 +80,14 @@ def build_engine(options: dict[str, Any]) -> BuiltEngine:
         loaded.model.dtype,
         speculation=speculation,
         draft=draft,
-        graphs=graphs,
+        graphs=graph_config(asked_graphs, loaded.model, speculation),
         load_failure_policy="fail" if transfer is None else transfer.kv_load_failure_policy,
         **chosen,
     )
     # Ranks that are given the same prompt must not draw the same numbers.
-    seed += place.get("rank", 0)
-    beside_scheduler, beside_cache = connector_halves(transfer, config.cache, seed)
+    number = place.get("rank", 0)
+    seed += number
+    beside_scheduler, beside_cache = connector_halves(transfer, config, seed, number)
     executor = ModelExecutor(loaded.model, config, seed=seed, draft=draft, connector=beside_cache)
     in_step = None if line is None else line.begin(loaded, config)
     warm_up(config, executor, ranks=1 if line is None else line.size)
@@ -142,5 +160,6 @@ def model_info(loaded: LoadedModel, config: EngineConfig) -> ModelInfo:
         enable_prefix_caching=config.cache.enable_prefix_caching,
         scheduling_policy=config.scheduler.policy,
         num_speculative_tokens=config.speculation.num_speculative_tokens,
+        cudagraph_mode=config.graphs.mode,
         warnings=tuple(config.warnings()),
     )

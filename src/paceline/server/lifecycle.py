@@ -61,7 +61,9 @@ def run(options: ServeOptions, listener: socket.socket, engines: EngineGroup, sa
         patience.cancel()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_serve(options, listener, engines, model, say, began))
-    engines.stop()
+    if engines.needed_elsewhere and not status:
+        say("waiting for requests of the group's other servers; a signal ends them")
+    engines.stop(options.shutdown_timeout_s)
     return status
 
 
@@ -108,6 +110,7 @@ async def _serve(
             say(f"{reason}; answering 503 from now on. Restart the server.")
 
     engine.on_failure = failed
+    engine.on_arrival = engines.admit
     # What has been built lasts as long as the process: the collector need not look at it again.
     gc.collect()
     gc.freeze()
@@ -202,6 +205,7 @@ def banner(
     url = f"http://{shown}:{port}"
     tokens = (model.num_blocks - 1) * model.block_size
     drafts = model.num_speculative_tokens
+    asked = "cudagraph_mode" in (options.engine.get("compilation_config") or {})
     key = " -H 'Authorization: Bearer KEY'" if options.api_keys else ""
     ranks = options.data_parallel_size
     lines = [
@@ -211,6 +215,7 @@ def banner(
         f"  KV cache   {tokens} tokens in blocks of {model.block_size},"
         f" prefix caching {'on' if model.enable_prefix_caching else 'off'}",
         f"  drafts     {f'{drafts} a step' if drafts else 'off'}",
+        f"  graphs     {model.cudagraph_mode}{'' if asked else ', the default for this model'}",
         f"  OpenAI API {url}/v1    metrics {url}/metrics    description {url}/openapi.json",
         f"  try        curl {url}/v1/completions{key}"
         f""" -d '{{"prompt": "The capital of France is", "max_tokens": 16}}'""",

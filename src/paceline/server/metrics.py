@@ -183,7 +183,7 @@ class Metrics:
             registry=self.registry,
         )
         self._rejected = rejections.labels(*self._labels[0], "max_num_queued_reqs")
-        self._describe_cache(model)
+        self._describe(model)
 
     def rejected(self) -> None:
         """A request was refused since the queue was full."""
@@ -246,7 +246,7 @@ class Metrics:
         counter = Counter(name, text, LABELS, registry=self.registry)
         return [counter.labels(*labels) for labels in self._labels]
 
-    def _describe_cache(self, model: ModelInfo) -> None:
+    def _describe(self, model: ModelInfo) -> None:
         facts = {
             "block_size": str(model.block_size),
             "num_gpu_blocks": str(model.num_blocks),
@@ -255,3 +255,7 @@ class Metrics:
         gauge = Gauge("vllm:cache_config_info", "The KV cache.", (*LABELS, *facts), registry=self.registry)
         for labels in self._labels:
             gauge.labels(*labels, *facts.values()).set(1)
+        names = (*LABELS, "cudagraph_mode")
+        graphs = Gauge("paceline:graph_config_info", "How decode graphs are used.", names, registry=self.registry)
+        for labels in self._labels:
+            graphs.labels(*labels, model.cudagraph_mode).set(1)

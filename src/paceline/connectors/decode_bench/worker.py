@@ -40,6 +40,7 @@ class DecodeBenchWorker:
             self.filled_tokens += fill.tokens
 
     def _fill(self, group: int, blocks: Tensor) -> None:
+        blocks = blocks.to(self._groups[group][0].device)
         for layer in self._groups[group]:
             if group in self._zeroed or not layer.is_floating_point():
                 layer.index_fill_(0, blocks, 0)
@@ -48,7 +49,7 @@ class DecodeBenchWorker:
             else:
                 shape = (len(blocks), *layer.shape[1:])
                 noise = torch.randn(shape, generator=self._generator) * self.std + self.mean
-                layer.index_copy_(0, blocks, noise.to(layer.dtype))
+                layer.index_copy_(0, blocks, noise.to(device=layer.device, dtype=layer.dtype))
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Nothing is under way."""
