@@ -14,6 +14,8 @@ from typing import Any
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.core import config
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.extending import intrinsic
 
 LANES = 16
@@ -48,6 +50,52 @@ _SOURCES = ("codegen", "decoder", "kernels", "paged", "products", "static_kernel
 _STAMP = sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in _SOURCES)).hexdigest()
 
 
+_PREFIX = "kernel:"
+"""Of the names of kernels' libraries. Numba keeps names in its cache, but not the class."""
+
+
+class _Library(JITCodeLibrary):
+    """A kernel's code, with exact copies of the kernels that it calls.
+
+    Numba would optimise the copy in each caller again, and so give it another order of additions, and would keep all
+    copies under one name, of which a process uses the one that it loaded first. So copies are added only after the
+    caller is optimised, and are private to it: a kernel's result is the same whoever calls it, and in a process that
+    compiles it as in one that finds it in the cache.
+    """
+
+    def finalize(self) -> None:
+        libraries = dict.fromkeys(self._linking_libraries)
+        self._callees = [library for library in libraries if library.name.startswith(_PREFIX)]
+        self._linking_libraries = [library for library in libraries if not library.name.startswith(_PREFIX)]
+        for library in self._linking_libraries:
+            if any(callee.name.startswith(_PREFIX) for callee in library._linking_libraries):
+                raise TypeError(f"{library.name} calls a kernel and is not inlined: make it a kernel, too")
+        super().finalize()
+
+    def _finalize_final_module(self) -> None:
+        module = self._final_module
+        for library in self._callees:
+            module.link_in(library._get_module_for_linking(), preserve=True)
+        # What callers will link with is to be as it is now: generating code changes it.
+        self._finalized = True
+        self._get_module_for_linking()
+        for function in module.functions:
+            if function.linkage == binding.Linkage.linkonce_odr:
+                function.linkage = "private"
+        super()._finalize_final_module()
+
+
+class _Compiler(Compiler):
+    """Numba's, with such a library."""
+
+    def define_pipelines(self) -> Any:
+        state = self.state
+        if state.library is None:
+            state.library = _Library(state.targetctx.codegen(), _PREFIX + state.func_id.func_qualname)
+            state.library.enable_object_caching()
+        return super().define_pipelines()
+
+
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function so that it gives up the interpreter's lock, and keep the code in Numba's cache.
 
@@ -56,7 +104,7 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
-        dispatcher = njit(cache=True, nogil=True, error_model="numpy", **options)(function)
+        dispatcher = njit(cache=True, nogil=True, error_model="numpy", pipeline_class=_Compiler, **options)(function)
         dispatcher._cache._cache_file._source_stamp = _STAMP
         return dispatcher
 

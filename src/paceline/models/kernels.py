@@ -201,7 +201,7 @@ def normalise(
     settle(counts, phase, units)
 
 
-@njit(inline="always")
+@kernel(inline="always")
 def _encode_row(t: Any, args: Any) -> None:
     kind, x, row, words, groups, scale = args
     size = x.shape[1]

@@ -182,7 +182,7 @@ def _sort(counts: Array, phase: int, first: int, experts: Array, bounds: Array, 
     each_unit(counts, phase, 1, _sort_all, (first, experts, bounds, places))
 
 
-@njit(inline="always")
+@kernel(inline="always")
 def _encode_chosen_row(t: Any, args: Any) -> None:
     hidden, row, places, words, groups, scale = args
     size = hidden.shape[1]
@@ -236,7 +236,7 @@ def _gate_row(both: Any, t: Any, inner: Any, out: Any) -> None:
         out[j] = gated(both[t, j], both[t, inner + j])
 
 
-@njit(inline="always", fastmath=FLAGS, error_model="numpy")
+@kernel(inline="always", fastmath=FLAGS)
 def _gate_each(t: Any, args: Any) -> None:
     both, inner, out = args
     _gate_row(both, t, inner, out[t])
@@ -248,7 +248,7 @@ def gate_rows(counts: Array, phase: int, both: Array, inner: int, out: Array) ->
     each_row(counts, phase, both.shape[0], _gate_each, (both, inner, out))
 
 
-@njit(inline="always", fastmath=FLAGS, error_model="numpy")
+@kernel(inline="always", fastmath=FLAGS)
 def _encode_gated_row(t: Any, args: Any) -> None:
     inner, both, bounds, row, words, groups, scale = args
     if t < bounds[bounds.shape[0] - 1]:
@@ -276,7 +276,7 @@ def _encode_gated(
     each_row(counts, phase, most, _encode_gated_row, (inner, both, bounds, row, words, groups, scale))
 
 
-@njit(inline="always", error_model="numpy")
+@kernel(inline="always")
 def _weighted_sum(t: Any, args: Any) -> None:
     first, experts, weights, bounds, places, y, out = args
     out[t] = np.float32(0.0)

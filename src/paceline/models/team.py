@@ -87,7 +87,10 @@ def _some_rows(unit: Any, args: Any) -> None:
 
 @njit(inline="always")
 def each_row(counts: Any, phase: Any, rows: Any, body: Any, args: Any) -> None:
-    """A phase that goes row by row: as `each_unit`, with ``body(t, args)`` for each row."""
+    """A phase that goes row by row: as `each_unit`, with ``body(t, args)`` for each row.
+
+    This ``body`` is called; if it calls kernels, it has to be a `kernel` itself.
+    """
     each = share(rows)
     each_unit(counts, phase, (rows + each - 1) // each, _some_rows, (rows, each, body, args))
 
