@@ -33,6 +33,7 @@ from paceline.execution.penalties import Adjustments
 from paceline.execution.rejection import Verification, verify
 from paceline.execution.sampler import Filters, draw, filtered, probabilities
 from paceline.execution.sequence import SequenceState
+from paceline.models.experts import groups_on_device
 from paceline.models.spec import ExpertConfig
 from tools.gpu.models import TINY, TINY_MIXTURE, random_head, random_model
 
@@ -109,6 +110,19 @@ def test_a_captured_step_reads_nothing_on_the_host(
     for shaped in (largest, StepShape(2, 4, 4), StepShape(1, 4, 8)):
         step(shaped, buffers)
     assert all(part.device == GPU for part in buffers)
+
+
+@pytest.mark.parametrize(
+    ("capability", "grouped"), [((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)]
+)
+def test_experts_are_grouped_where_there_is_a_kernel(
+    capability: tuple[int, int], grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert groups_on_device(torch.zeros(2, 8, 16, dtype=torch.bfloat16, device=GPU)) == grouped
+    assert not groups_on_device(torch.zeros(2, 8, 4, dtype=torch.bfloat16, device=GPU))
+    assert not groups_on_device(torch.zeros(2, 8, 16, device=GPU))
 
 
 def test_sampling() -> None:

@@ -66,6 +66,7 @@ def add(engines: EngineGroup, rank: int, prompt: list[int], max_tokens: int) -> 
     engines.inboxes[rank].send(encode([Add(f"r{rank}", prompt, params, time.monotonic())]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["in memory", "over the network"])
 def test_ranks_may_load_and_warm_up_for_longer_than_a_step_may_take(models: Models, alone: Alone, where: str) -> None:
     place = {} if where == "in memory" else {"store": f"127.0.0.1:{free_ports()}"}
@@ -105,6 +106,7 @@ def test_a_rank_that_hangs_is_named_to_clients_by_those_that_reach_it_over_the_n
         assert server.wait() == 1
 
 
+@pytest.mark.long
 def test_a_rank_that_nobody_runs_is_named(models: Models) -> None:
     """Of servers with ranks of their own, none hears of the others but at the meeting place."""
     place = {"store": f"127.0.0.1:{free_ports()}", "size": 4, "join_timeout_s": 6.0}
@@ -140,6 +142,7 @@ def test_two_servers_that_claim_rank_0_are_told_so() -> None:
         end([first, second])
 
 
+@pytest.mark.long
 def test_requests_of_another_server_finish_when_one_is_told_to_stop() -> None:
     """Their ranks keep step: those of the server that ends go on with dummies for as long as the other has requests."""
     place = {"lockstep": True, "timeout_s": 30.0, "size": 2, "store": f"127.0.0.1:{free_ports()}"}

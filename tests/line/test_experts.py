@@ -79,6 +79,7 @@ def test_L3_a_rank_near_its_limit_drafts_no_more_and_nobody_waits(experts: Serve
     assert said == {0: alone(near, 9), 1: alone(other, 60)}
 
 
+@pytest.mark.long
 def test_soak(experts: Server, alone: Alone) -> None:
     """200 requests of uneven lengths, aborts, gaps in which the group falls asleep: no hang, no leak, equal tokens."""
     rng = random.Random(7)
@@ -216,7 +217,7 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.parametrize("ending", ["stop", "freeze"])
+@pytest.mark.parametrize("ending", ["stop", pytest.param("freeze", marks=pytest.mark.long)])
 def test_ranks_with_servers_of_their_own_keep_step_too(models: Models, alone: Alone, ending: str) -> None:
     """Each server has one rank; they meet at an address, wake each other, and end together."""
     meeting = ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())]

@@ -219,6 +219,7 @@ def test_an_engine_that_dies_on_a_node_ends_the_start(meet: Meet) -> None:
     assert "killed by signal 9" in "".join(node.log)
 
 
+@pytest.mark.long
 def test_ranks_that_nobody_runs_are_named(meet: Meet) -> None:
     place = meet(4, join_timeout_s=6)
     server, node = place.server(1), place.node(1)
@@ -232,6 +233,7 @@ def test_a_node_does_not_wait_for_its_server_for_ever(meet: Meet) -> None:
     assert "data_parallel_address, data_parallel_rpc_port: no server answers at 127.0.0.1" in said
 
 
+@pytest.mark.long
 def test_ranks_that_share_experts_may_come_in_any_order(models: Models, alone: Alone) -> None:
     """Three ranks share four experts; the nodes are started first, and know no ranks."""
     meeting = ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_ports())]

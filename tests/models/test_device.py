@@ -9,7 +9,7 @@ import torch
 from paceline.core.config import ConfigError
 from paceline.models.device import arithmetic_on, resolve_device
 from paceline.models.experts import Mixture, Routed
-from tools.gpu.models import TINY_MIXTURE, random_model
+from tools.gpu.models import TINY, TINY_MIXTURE, random_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -62,6 +62,14 @@ def test_arithmetic_on_a_gpu() -> None:
     assert arithmetic_on(GPU, "float32", "none") == ("float32", "none")
     with pytest.raises(ConfigError, match=r"^quantization: int8 runs on CPUs only"):
         arithmetic_on(GPU, "auto", "int8")
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_a_draft_model_in_float32_may_end_as_its_target_does(rows: int) -> None:
+    """A head of EAGLE-3 without weights of its own gives float32 hidden states to the target's."""
+    target = random_model(TINY, torch.bfloat16)
+    hidden = torch.randn(rows, TINY.hidden_size, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(target.logits(hidden), target.logits(hidden.to(torch.bfloat16)))
 
 
 @pytest.mark.parametrize("first", [0, 2])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tools.gpu import check
-from tools.gpu.models import TINY
+from tools.gpu.models import TINY, TINY_MIXTURE
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
 
@@ -33,3 +33,9 @@ def test_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     timed, _ = check.time_steps("cpu", replace(TINY, num_layers=1))
     assert [t.tokens for t in timed] == [2, 4]
     assert all(t.general_ms > 0 and t.graph_ms > 0 for t in timed)
+
+
+def test_sums_of_experts_are_near_in_fewer_bits() -> None:
+    grouped, off = check.experts_off("cpu", TINY_MIXTURE)
+    assert grouped
+    assert 0.0 < off < check.NEAR

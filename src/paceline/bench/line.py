@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.bench.counters import ACCEPTED, DRAFTS
 from paceline.bench.options import BenchOptions
 from paceline.bench.serve import Stage, run
 from paceline.bench.served import server
@@ -353,8 +354,8 @@ def counts_in(text: str) -> Counts:
         max(by_engine.values(), key=Counter.total, default=Counter()),
         misses,
         sums["paceline:idle_rank_admissions_total"],
-        sums["vllm:spec_decode_num_drafts_total"],
-        sums["vllm:spec_decode_num_accepted_tokens_total"],
+        sums[DRAFTS],
+        sums[ACCEPTED],
     )
 
 

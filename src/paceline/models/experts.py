@@ -253,7 +253,7 @@ class Mixture:
 
         Weights are tensors, not packed.
         """
-        if not self.own:
+        if not self.own or not len(tokens.hidden):
             return torch.zeros_like(tokens.hidden, dtype=torch.float32)
         assert isinstance(self.gate_up, Tensor)
         assert isinstance(self.down, Tensor)
@@ -266,6 +266,8 @@ class Mixture:
         order = torch.argsort(choices, stable=True)
         places = torch.arange(len(self.own), device=choices.device)
         ends = (choices[:, None] <= places).sum(0).to(torch.int32)
+        # One group has a row even if nobody chose any, as in a step of inert rows; what it yields is left out below.
+        ends[-1:].clamp_(min=1)
         hidden = tokens.hidden[order // top_k]
         gate, up = F.grouped_mm(hidden, self.gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
         y = F.grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), offs=ends).float()
@@ -300,13 +302,13 @@ def _stacked(weights: list[Weight]) -> Tensor | list[Weight]:
 def groups_on_device(*weights: Tensor) -> bool:
     """Whether `grouped_mm` multiplies ``weights`` [experts, out, in] without asking the host how large the groups are.
 
-    On GPUs its kernel is for bfloat16, rows of a multiple of 16 bytes, and compute capability 9.0; elsewhere it falls
-    back to a loop that reads the sizes of the groups, which no graph can capture.
+    On GPUs its kernel is for bfloat16, rows of a multiple of 16 bytes, and compute capability 9 or 10; elsewhere, later
+    capabilities included, it falls back to a loop that reads the sizes of the groups, which no graph can capture.
     """
     if weights[0].device.type == "cpu":
         return True
     fitting = all(w.dtype == torch.bfloat16 and w.shape[-1] * w.itemsize % 16 == 0 for w in weights)
-    return fitting and torch.cuda.is_available() and torch.cuda.get_device_capability(weights[0].device) >= (9, 0)
+    return fitting and torch.cuda.is_available() and torch.cuda.get_device_capability(weights[0].device)[0] in (9, 10)
 
 
 def gated_mlp(hidden: Tensor, gate_up: Weight, down: Weight, product: Product) -> Tensor:

@@ -245,7 +245,8 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocab_size], float32, of hidden states [rows, hidden_size]."""
-        return project(hidden, self.head).float()
+        # A draft model's hidden states may be float32 where this model's are not.
+        return project(hidden.to(self.head.dtype) if isinstance(self.head, Tensor) else hidden, self.head).float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from paceline.core.config import require
+from paceline.execution.attention import QUERY_CHUNK
+from paceline.models.experts import Mixture, groups_on_device
 from paceline.models.llama import Llama
 from paceline.models.spec import LlamaConfig
 
@@ -52,7 +54,12 @@ def cache_bytes(model: Llama, width: int, options: Mapping[str, Any], utilizatio
     length = options["max_model_len"]
     context = model.config.max_position if length in (None, "auto") else length
     rows, tokens = options["max_num_seqs"], options["max_num_batched_tokens"]
-    step = step_bytes(model.config, model.dtype, rows=rows, width=width, tokens=tokens, context=context)
+    experts = _experts_of_a_token(model)
+    step = step_bytes(
+        model.config, model.dtype, rows=rows, width=width, tokens=tokens, context=context, experts=experts
+    )
+    # What loading took and gave back would count as used by others.
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     weights = torch.cuda.memory_allocated(model.device)
     found = int(total * utilization) - weights - step - CONTEXT_BYTES
@@ -72,19 +79,40 @@ def cache_bytes(model: Llama, width: int, options: Mapping[str, Any], utilizatio
     return found
 
 
-def step_bytes(c: LlamaConfig, dtype: torch.dtype, *, rows: int, width: int, tokens: int, context: int) -> int:
+def _experts_of_a_token(model: Llama) -> int:
+    """How many experts compute each token of a step, whether it chose them or not; 0 in a dense model."""
+    mixtures = [layer.experts for layer in model.layers if isinstance(layer.experts, Mixture)]
+    if not mixtures:
+        return 0
+    config, kept = mixtures[0].config, (mixtures[0].gate_up, mixtures[0].down)
+    stacked = [weights for weights in kept if isinstance(weights, torch.Tensor)]
+    if not stacked or not groups_on_device(*stacked):
+        return config.num_experts
+    # A rank may be sent the tokens of all, with every choice that they made.
+    return min(config.num_experts, config.top_k * mixtures[0].exchange.ranks)
+
+
+def step_bytes(
+    c: LlamaConfig, dtype: torch.dtype, *, rows: int, width: int, tokens: int, context: int, experts: int = 0
+) -> int:
     """What the largest step needs beside weights and cache, at most, roughly: activations of ``tokens`` tokens, logits
     of ``rows`` rows of ``width``, and the keys, values and scores of all rows, gathered for one layer.
+
+    Decode graphs keep their memory, so that what a decode step takes is counted for them and for the general path.
+    ``experts``: how many compute each token.
     """
     each = dtype.itemsize
     inner = c.intermediate_size
+    summed = c.hidden_size
     if c.experts is not None:
-        # Where products cannot be grouped, every expert computes every token.
-        inner = max(inner, c.experts.num_experts * c.experts.intermediate_size)
+        inner = max(inner, experts * c.experts.intermediate_size)
+        # What each expert yields stands beside its weighted form.
+        summed *= 1 + experts
     heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-    activations = tokens * (4 * c.hidden_size + 2 * heads + 4 * inner) * max(each, 4)
-    # As computed, in float32, and the probabilities of rows that are sampled.
-    logits = rows * width * c.vocab_size * (each + 2 * 4)
-    gathered = rows * context * 2 * c.num_kv_heads * c.head_dim * 2 * each
-    scores = rows * width * c.num_heads * context * (2 * each + 4)
+    activations = tokens * (4 * summed + 2 * heads + 4 * inner) * max(each, 4)
+    # Of the graphs as computed, in float32, and in their buffer; where rows are sampled, six more in float32 at once.
+    logits = rows * width * c.vocab_size * (each + 8 * 4)
+    gathered = 2 * rows * context * 2 * c.num_kv_heads * c.head_dim * each
+    # Of the graphs and of the general path, which adds a mask; of both in float32 before and after the softmax.
+    scores = max(rows * width, QUERY_CHUNK) * c.num_heads * context * (3 * each + 4 * 4)
     return activations + logits + gathered + scores

@@ -88,8 +88,9 @@ def build_engine(options: dict[str, Any]) -> BuiltEngine:
     number = place.get("rank", 0)
     seed += number
     beside_scheduler, beside_cache = connector_halves(transfer, config, seed, number)
-    executor = ModelExecutor(loaded.model, config, seed=seed, draft=draft, connector=beside_cache)
+    # First of all ranks are compared: on GPUs the executor captures graphs, in collectives whose sizes must agree.
     in_step = None if line is None else line.begin(loaded, config)
+    executor = ModelExecutor(loaded.model, config, seed=seed, draft=draft, connector=beside_cache)
     warm_up(config, executor, ranks=1 if line is None else line.size)
     executor.steps = StepCounts()
     return BuiltEngine(Rank(Scheduler(config, beside_scheduler), executor), model_info(loaded, config), in_step)
