@@ -65,7 +65,9 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> int:
             # The engines load while this process imports what it needs for itself.
             group = EngineGroup if options.data_parallel_backend == "mp" else RayGroup
             engines = group(options.factory, options.engine, options.data_parallel_size)
-        from paceline.server.lifecycle import run
+            # Within the block, since what a handler raises amid an import can be lost: import locks have callbacks, and
+            # exceptions in these are ignored.
+            from paceline.server.lifecycle import run
 
         return run(options, listener, engines, say, began)
     except BaseException:
