@@ -279,11 +279,12 @@ def measure_line(options: LineOptions, stage: Stage, *, profile: bool = True) ->
     for turn in range(options.rounds):
         for pad_resumed in (BEFORE, AFTER) if turn % 2 == 0 else (AFTER, BEFORE):
             with _ranks(options, pad_resumed, "FULL_DECODE_ONLY", stage) as url:
-                if pad_resumed == AFTER and profile and not full:
-                    full = _profile(options, url, stage)
                 for rate in options.request_rates:
                     workload = options.workload(rate, options.num_prompts, None, turn)
                     loads[pad_resumed, rate].append(measure_load(url, workload, stage))
+                # Afterwards, so that the ranks of both sides have the same behind them when they are measured.
+                if pad_resumed == AFTER and profile and not full:
+                    full = _profile(options, url, stage)
     eager = None
     if profile:
         with _ranks(options, AFTER, "NONE", stage) as url:
