@@ -259,6 +259,8 @@ def test_a_stop_that_comes_after_the_end_is_no_news() -> None:
     with Line(2) as line:
         line.stop(0)
         line.stop()
+    assert not any(thread.is_alive() for thread in line.threads)
+    assert not line.failures
 
 
 def test_a_rank_that_fails_ends_the_others_too() -> None:

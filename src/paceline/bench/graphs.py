@@ -13,13 +13,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from paceline.core.config import require, require_int
 from paceline.core.results import Latency
+
+if TYPE_CHECKING:
+    from paceline.bench.serve import Stage
 
 RANK_PROGRAM = (sys.executable, "-m", "paceline.runtime.step_times")
 """A rank that measures; it needs torch, so it is a program of its own (see there what it reads and writes)."""
@@ -27,9 +30,6 @@ WARM_UPS = 6
 """Steps of each kind before the measured ones."""
 END_TIMEOUT_S = 10.0
 """How long ranks may take to end once the first has."""
-
-Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
-"""Shows how far a named part of the run is."""
 
 
 class MeasurementFailed(RuntimeError):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from paceline.bench.options import BenchOptions
 from paceline.bench.serve import Stage, run
 from paceline.bench.served import server
 from paceline.bench.texts import LocalTokenizer
-from paceline.core.config import ConfigError, require, require_int
+from paceline.core.config import ConfigError, GraphMode, require, require_int
 from paceline.core.results import Latency
 from paceline.core.workload import Workload
 
@@ -39,8 +39,6 @@ VOCAB_SIZE = 32_000
 PERCENTILES = (50.0, 99.0)
 PROFILE_PROMPTS = 6
 """Requests per stream of a profile's run."""
-
-Mode = Literal["FULL_DECODE_ONLY", "NONE"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,7 @@ class LineOptions:
             seed=self.seed + turn,
         )
 
-    def server_arguments(self, pad_resumed: str, mode: Mode) -> list[str]:
+    def server_arguments(self, pad_resumed: str, mode: GraphMode) -> list[str]:
         """``paceline serve`` with these: flags as vLLM names them."""
         fill = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"}
         flags: dict[str, object] = {
@@ -228,10 +226,10 @@ class Measured:
         return sum((load.failures for load in self.loads), Counter())
 
     def to_json(self) -> dict[str, Any]:
-        counts = self.counts
+        itl, counts = self.itl, self.counts
         return {
-            "p50_itl_ms": self.itl.p(50),
-            "p99_itl_ms": self.itl.p(99),
+            "p50_itl_ms": itl.p(50),
+            "p99_itl_ms": itl.p(99),
             "p99_itl_ms_by_round": [load.itl.p(99) for load in self.loads],
             "full_step_share": counts.full_step_share,
             "misses": dict(counts.misses),
@@ -297,7 +295,7 @@ def measure_line(options: LineOptions, stage: Stage, *, profile: bool = True) ->
 
 
 @contextmanager
-def _ranks(options: LineOptions, pad_resumed: str, mode: Mode, stage: Stage) -> Iterator[str]:
+def _ranks(options: LineOptions, pad_resumed: str, mode: GraphMode, stage: Stage) -> Iterator[str]:
     """The address of a server; that it is being started is shown."""
     with ExitStack() as running:
         with stage(f"starting {options.ranks} ranks, pad_resumed: {pad_resumed}, {mode}"):

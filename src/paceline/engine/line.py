@@ -21,6 +21,11 @@ class PeerLost(RuntimeError):
     """A collective did not complete: another rank has died, or has not come within the deadline."""
 
 
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words, at least one."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
 class VoteExchange(Protocol):
     """The one small collective with which a step begins."""
 

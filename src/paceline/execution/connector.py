@@ -64,15 +64,18 @@ class ConnectorSteps:
             logger.error("the KV of a step could not be loaded", exc_info=error)
             self._raised = error
 
+    def _arrive(self, layer: int) -> None:
+        try:
+            self._connector.wait_for_layer_load(layer)
+        except Exception as error:
+            self._note(error)
+
     def attend(self, inner: Attend) -> Attend:
         """``inner`` between the connector's layer-wise calls."""
         connector, layers = self._connector, self._layers
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            try:
-                connector.wait_for_layer_load(layer)
-            except Exception as error:
-                self._note(error)
+            self._arrive(layer)
             out = inner(layer, q, k, v)
             connector.save_kv_layer(layer, layers[layer])
             return out
@@ -82,10 +85,7 @@ class ConnectorSteps:
     def before_layers(self) -> None:
         """What `attend` does before each layer, of all, where the layers are computed in one go."""
         for layer in range(len(self._layers)):
-            try:
-                self._connector.wait_for_layer_load(layer)
-            except Exception as error:
-                self._note(error)
+            self._arrive(layer)
 
     def after_layers(self) -> None:
         """What `attend` does after each layer, of all."""

@@ -73,15 +73,8 @@ class ModelExecutor:
         self._drafter = _drafter(config, model, draft)
         synthetic = config.speculation.rejection_sample_method == "synthetic"
         self._synthetic = conditional_rates(config.speculation) if synthetic else None
-        width = config.speculation.width
-        limits = GraphLimits(
-            GraphDispatcher(config).sizes,
-            width,
-            table_lengths(config.scheduler.max_model_len, width, cache.block_size),
-            () if self._drafter is None else self._drafter.taps,
-            self._synthetic,
-        )
-        self._full = _full(config, model, self.cache, limits, record)
+        taps = () if self._drafter is None else self._drafter.taps
+        self._full = _full(config, model, self.cache, taps, self._synthetic, record)
         self._connector: ConnectorSteps | None = None
         if connector is not None:
             caches = [self.cache, *(self._drafter.caches if self._drafter is not None else ())]
@@ -141,7 +134,8 @@ class ModelExecutor:
             return StepResult(plan.step, (), load_s=load_s)
         began = perf_counter()
         self.steps.count(plan.tokens, agreement)
-        batch = Batch.of(plan.rows, [self._state(row.seq) for row in plan.rows], self.cache.block_size)
+        states = [self._state(row.seq) for row in plan.rows]
+        batch = Batch.of(plan.rows, states, self.cache.block_size)
         self._open_exchange(agreement, None)
         taps = Taps(self._drafter.taps) if self._drafter is not None and self._drafter.taps else None
         computed = self._forward(batch, agreement, taps)
@@ -149,12 +143,12 @@ class ModelExecutor:
         errors = self._poisoned(batch, computed)
         if self._connector is not None:
             # Only now: what went wrong here must not keep other ranks waiting in the forward.
-            errors |= self._connector.failures(plan.rows, [self._sequences[row.seq] for row in plan.rows])
+            errors |= self._connector.failures(plan.rows, states)
         logprobs = self._choose(batch, computed, sampled, errors)
         forwarded = perf_counter()
         drafts: Sequence[tuple[int, ...]] = ()
         if self._drafter is not None:
-            drafts = self._drafter.draft(self._verified(plan, batch, sampled, errors, taps, agreement))
+            drafts = self._drafter.draft(self._verified(plan, batch, states, sampled, errors, taps, agreement))
         return StepResult(
             plan.step,
             sampled,
@@ -206,6 +200,7 @@ class ModelExecutor:
         self,
         plan: StepPlan,
         batch: Batch,
+        states: Sequence[SequenceState],
         sampled: Sequence[tuple[int, ...]],
         errors: dict[int, str],
         taps: Taps | None,
@@ -215,7 +210,6 @@ class ModelExecutor:
         firsts = [0] * len(plan.rows)
         for index, first in zip(batch.indices, batch.firsts, strict=True):
             firsts[index] = first
-        states = [self._sequences[row.seq] for row in plan.rows]
         return Verified(plan.rows, states, sampled, errors, firsts, taps.states if taps else (), agreement)
 
     def _poisoned(self, batch: Batch, computed: Computed) -> dict[int, str]:
@@ -329,19 +323,27 @@ def _drafter(config: EngineConfig, target: Llama, draft: DraftModel | None) -> D
 
 
 def _full(
-    config: EngineConfig, model: Llama, cache: KVCache, limits: GraphLimits, record: Recorder | None
+    config: EngineConfig,
+    model: Llama,
+    cache: KVCache,
+    taps: tuple[int, ...],
+    rates: Sequence[float] | None,
+    record: Recorder | None,
 ) -> FullSteps | None:
-    """The backend of FULL steps, if graphs are on and the model has one."""
+    """The backend of FULL steps, if graphs are on and the model has one. ``rates``: of synthetic verification."""
     if config.graphs.mode != "FULL_DECODE_ONLY":
         return None
+    scheduler, width = config.scheduler, config.speculation.width
+    lengths = table_lengths(scheduler.max_model_len, width, cache.block_size)
     if record is None and model.device.type == "cuda":
         record = CudaRecorder(model.device)
     if record is not None:
-        return DecodeGraphs(model, cache, limits, record)
+        return DecodeGraphs(
+            model, cache, GraphLimits(GraphDispatcher(config).sizes, width, lengths, taps, rates), record
+        )
     if cache.bits is None or not StaticMixture.supports(model):
         return None
-    planned = StaticLimits(limits.width, config.scheduler.max_num_seqs, max(limits.blocks), limits.taps)
-    return StaticSteps(StaticMixture(model, cache.bits, planned))
+    return StaticSteps(StaticMixture(model, cache.bits, StaticLimits(width, scheduler.max_num_seqs, lengths[-1], taps)))
 
 
 def _refuse_unsupported(config: EngineConfig, model: Llama) -> None:

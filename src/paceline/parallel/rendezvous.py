@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from paceline.core.config import ConfigError, require, require_int, require_seconds
-from paceline.engine.line import JOIN_TIMEOUT_S, PeerLost
+from paceline.engine.line import JOIN_TIMEOUT_S, PeerLost, named
 from paceline.parallel.gpus import backend_for, check_gpus, gpu_name
 from paceline.parallel.interface import interface_of
-from paceline.parallel.shared import named
 from paceline.parallel.votes import SIGN_AFTER_S, first_line
 
 ABSENCE_S = SIGN_AFTER_S + 0.2
@@ -103,14 +102,10 @@ class Meeting:
         """
         mine = json.loads(json.dumps(facts))
         place = self.place
-        try:
+        with self._open():
             self._store.set(f"facts/{place.rank}", json.dumps({"facts": mine, "inbox": place.inbox}))
             self._wait_for_all("facts", "load")
             told = [json.loads(self._store.get(f"facts/{rank}")) for rank in range(place.size)]
-        except PeerLost:
-            raise
-        except RuntimeError as error:
-            raise PeerLost(f"rank 0 has ended the meeting at {place.store}: {first_line(error)}") from error
         for rank, other in enumerate(told):
             for name, ours, theirs in differences(told[0]["facts"], other["facts"]):
                 reason = f"ranks 0 and {rank} differ in {name}: {ours!r} and {theirs!r}; they must be equal"
@@ -150,7 +145,7 @@ class Meeting:
         place = self.place
         keys = [f"{key}/{rank}" for rank in range(place.size)]
         ends = time.monotonic() + place.join_timeout_s
-        try:
+        with self._open():
             while not self._store.check(keys):
                 if self._store.check([FAILED]):
                     raise PeerLost(self._store.get(FAILED).decode())
@@ -164,10 +159,16 @@ class Meeting:
                             )
                         )
                 time.sleep(LOOK_S)
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """The store fails when rank 0 has gone, in whose process it may lie."""
+        try:
+            yield
         except PeerLost:
             raise
         except RuntimeError as error:
-            raise PeerLost(f"rank 0 has ended the meeting at {place.store}: {first_line(error)}") from error
+            raise PeerLost(f"rank 0 has ended the meeting at {self.place.store}: {first_line(error)}") from error
 
     def _told(self, reason: str) -> str:
         """``reason``, which ends all ranks, after the others have been told."""

@@ -18,14 +18,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.engine.line import PeerLost
+from paceline.engine.line import PeerLost, named
 from paceline.models.experts import Placement, Routed
 from paceline.parallel import spin
 from paceline.parallel.wire import Views, Wire, pack, unpack
@@ -124,11 +123,6 @@ class Board:
         """The ranks that have not posted the current count, of which ``first`` was the first to be noticed."""
         behind = [r for r in range(self.ranks) if spin.read(self._address + r * _HEADER) < self._count]
         return named(behind or [first])
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Ranks in words, at least one."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _areas_at(ranks: int) -> int:

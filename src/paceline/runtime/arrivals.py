@@ -11,11 +11,11 @@ server watches its connections to the nodes: one that ends before its ranks have
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import zmq
 
 from paceline import __version__
+from paceline.engine.line import named
 from paceline.engine.messages import Arrival, Placed, encode
 from paceline.runtime.engine_process import HEARTBEAT_MS, LAST_WORDS_MS, SILENCE_MS, push_or_pull
 
@@ -73,8 +73,8 @@ class Roll:
         )
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+def _named(ranks: range) -> str:
+    return named(ranks) if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 class Arrivals:
@@ -138,9 +138,8 @@ class Arrivals:
                 return f"the node at {inbox} that runs {_named(run)} has gone, or cannot be reached"
         missing = self._roll.missing
         if missing and time.monotonic() > self._ends:
-            ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
             return (
-                f"data_parallel_size: {ranks} of {self._roll.size} did not come within {self._timeout_s:g} s;"
+                f"data_parallel_size: {named(missing)} of {self._roll.size} did not come within {self._timeout_s:g} s;"
                 " start nodes with --headless for them"
             )
         return None

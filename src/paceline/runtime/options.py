@@ -114,7 +114,7 @@ def default_graph_mode(model: Llama, speculation: SpeculationConfig) -> GraphMod
     width where prompt lookup found no draft, and on a CPU these cost as much as real ones. On a GPU the default is what
     graphs are for, and has not been measured.
     """
-    if model.device.type != "cpu" or (model.dtype == torch.bfloat16 and StaticMixture.supports(model)):
+    if model.device.type != "cpu" or StaticMixture.supports(model):
         return "FULL_DECODE_ONLY"
     return "FULL_DECODE_ONLY" if isinstance(model.exchange, GroupExchange) and speculation.method != "ngram" else "NONE"
 
