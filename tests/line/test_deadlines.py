@@ -16,8 +16,9 @@ from paceline.engine.messages import Add, Dead, Stop, Update, decode_from_engine
 from paceline.runtime.engine_group import EngineFailed, EngineGroup, EngineRefused
 from tests.line.conftest import Alone, Models
 from tests.line.late import FACTORY
-from tests.line.test_nodes import end, free_ports
+from tests.line.test_nodes import end
 from tests.line.test_servers import COMPLETIONS, open_stream
+from tests.ports import free_port
 from tests.server.harness import DEADLINE_S, Server, events, fake_server, wait_until
 
 DEADLINE = 2.0
@@ -69,7 +70,7 @@ def add(engines: EngineGroup, rank: int, prompt: list[int], max_tokens: int) -> 
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["in memory", "over the network"])
 def test_ranks_may_load_and_warm_up_for_longer_than_a_step_may_take(models: Models, alone: Alone, where: str) -> None:
-    place = {} if where == "in memory" else {"store": f"127.0.0.1:{free_ports()}"}
+    place = {} if where == "in memory" else {"store": f"127.0.0.1:{free_port()}"}
     with group(models, 2, late_s=1.5 * DEADLINE, data_parallel=place) as engines:
         engines.wait_ready()
         add(engines, 1, [5, 6], 5)
@@ -109,7 +110,7 @@ def test_a_rank_that_hangs_is_named_to_clients_by_those_that_reach_it_over_the_n
 @pytest.mark.long
 def test_a_rank_that_nobody_runs_is_named(models: Models) -> None:
     """Of servers with ranks of their own, none hears of the others but at the meeting place."""
-    place = {"store": f"127.0.0.1:{free_ports()}", "size": 4, "join_timeout_s": 6.0}
+    place = {"store": f"127.0.0.1:{free_port()}", "size": 4, "join_timeout_s": 6.0}
     with (
         group(models, 2, data_parallel={**place, "first": 0}) as first,
         group(models, 1, data_parallel={**place, "first": 3}) as last,
@@ -128,7 +129,7 @@ def test_a_step_larger_than_the_memory_that_ranks_share_is_refused_at_the_start(
 
 
 def test_two_servers_that_claim_rank_0_are_told_so() -> None:
-    place = {"lockstep": True, "timeout_s": 30.0, "size": 4, "first": 0, "store": f"127.0.0.1:{free_ports()}"}
+    place = {"lockstep": True, "timeout_s": 30.0, "size": 4, "first": 0, "store": f"127.0.0.1:{free_port()}"}
     given = json.dumps({"engine": {"data_parallel": place}, "data_parallel_size": 2})
     first, second = (Server(["-m", "tests.server.program", given]) for _ in range(2))
     try:
@@ -145,7 +146,7 @@ def test_two_servers_that_claim_rank_0_are_told_so() -> None:
 @pytest.mark.long
 def test_requests_of_another_server_finish_when_one_is_told_to_stop() -> None:
     """Their ranks keep step: those of the server that ends go on with dummies for as long as the other has requests."""
-    place = {"lockstep": True, "timeout_s": 30.0, "size": 2, "store": f"127.0.0.1:{free_ports()}"}
+    place = {"lockstep": True, "timeout_s": 30.0, "size": 2, "store": f"127.0.0.1:{free_port()}"}
     given = [
         json.dumps({"engine": {"step_s": 0.02, "data_parallel": {**place, "first": rank}}, "data_parallel_size": 1})
         for rank in range(2)

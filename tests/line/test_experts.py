@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import pytest
 
 from tests.eagle3.heads import save_target
 from tests.line.conftest import MAX_MODEL_LEN, Alone, Models, command
+from tests.ports import free_port
 from tests.server.harness import DEADLINE_S, Server, running, wait_until
 
 COMPLETIONS = "/v1/completions"
@@ -208,13 +208,6 @@ def test_experts_of_a_dense_model_are_refused(tmp_path: Path) -> None:
     server = Server(["-m", "paceline", "serve", str(save_target(tmp_path)), "--port", "0", *flags])
     assert server.wait() != 0
     assert "enable_expert_parallel" in "".join(server.log)
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("ending", ["stop", pytest.param("freeze", marks=pytest.mark.long)])

@@ -15,7 +15,7 @@ from paceline.engine.messages import ModelInfo
 from paceline.server.lifecycle import banner
 from paceline.server.serve import ServeOptions
 from tests.line.conftest import Models
-from tests.line.test_experts import free_port
+from tests.ports import free_port
 from tests.server.harness import Server, running
 
 INT8 = ["--quantization", "int8"]

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,28 +16,18 @@ import zmq
 
 from paceline.engine.messages import Arrival, Dead, ModelInfo, Ready, decode_placed, encode
 from tests.line.conftest import Alone, Models, command
+from tests.ports import free_port
 from tests.server.harness import DEADLINE_S, Server, alive, wait_until
 
 COMPLETIONS = "/v1/completions"
 IN_STEP = {"lockstep": True, "timeout_s": 60.0}
 
 
-def free_ports() -> int:
-    """A port that is free, as is the next one."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
-
-
 class Place:
     """A meeting place and whoever comes there. ``size``: ranks of the group."""
 
     def __init__(self, size: int, **options: Any) -> None:
-        port = free_ports()
+        port = free_port()
         self.front = f"127.0.0.1:{port + 1}"
         self._options = {"size": size, "front": self.front, "store": f"127.0.0.1:{port}", **options}
         self.processes: list[Server] = []
@@ -236,7 +224,7 @@ def test_a_node_does_not_wait_for_its_server_for_ever(meet: Meet) -> None:
 @pytest.mark.long
 def test_ranks_that_share_experts_may_come_in_any_order(models: Models, alone: Alone) -> None:
     """Three ranks share four experts; the nodes are started first, and know no ranks."""
-    meeting = ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_ports())]
+    meeting = ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())]
     flags = command(models, *meeting, "--data-parallel-size-local", "1")
     flags[flags.index("--data-parallel-size") + 1] = "3"
     nodes = [Server([*flags, "--headless"]) for _ in range(2)]

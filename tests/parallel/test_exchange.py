@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,18 +19,12 @@ import torch
 import paceline
 from tests.parallel.mixtures import FAMILIES, reference_greedy, reference_logits, save_mixture
 from tests.parallel.program import CONTINUED, EXCHANGES, GREEDY, SCENARIOS, SEQUENCES
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(paceline.__file__).parents[1]
 DEADLINE_S = 150.0
 RANKS = (2, 4)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def run_group(ranks: int, folder: Path) -> list[dict[Any, Any]]:
