@@ -29,7 +29,8 @@ from paceline.models import static
 from paceline.models.eagle3_checkpoint import load_eagle3
 from paceline.models.random_eagle3 import target_config, write_random_eagle3
 from paceline.models.registry import load_model
-from paceline.parallel.shared import ROWS_BYTES, Board, SharedExchange
+from paceline.parallel.board import ROWS_BYTES, Board
+from paceline.parallel.shared import SharedExchange
 from paceline.parallel.votes import SharedVotes
 from tests.parallel.mixtures import save_mixture
 

@@ -54,10 +54,10 @@ class LineOptions:
     quantization: str = "int8"
     max_num_seqs: int = 8
     acceptance: tuple[float, ...] = ACCEPTANCE
-    request_rates: tuple[float, ...] = (1.0, 2.0, 4.0)
+    request_rates: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
     num_prompts: int = 120
     input_len: int = 256
-    output_len: int = 32
+    output_len: int = 16
     range_ratio: float = 0.5
     block_size: int = 16
     vocab_size: int = VOCAB_SIZE

@@ -41,10 +41,12 @@ def line(
         Literal["int8", "none"], Parameter(help="Of the products' weights; none: in the dtype they are stored in.")
     ] = "int8",
     max_num_seqs: Annotated[int, Parameter(converter=integer, help="Requests that run on a rank at once.")] = 8,
-    request_rates: Annotated[str, Parameter(help="Arrivals per second, swept.")] = "1,2,4",
+    request_rates: Annotated[str, Parameter(help="Arrivals per second, swept.")] = "1,2,4,8",
     num_prompts: Annotated[int, Parameter(converter=integer, help="Requests at each rate.")] = 120,
     input_len: Annotated[int, Parameter(converter=integer, help="Prompt tokens, spread by 50%.")] = 256,
-    output_len: Annotated[int, Parameter(converter=integer, help="Output tokens, spread by 50%.")] = 32,
+    output_len: Annotated[
+        int, Parameter(converter=integer, help="Output tokens, spread by 50%: few, so that a step shows.")
+    ] = 16,
     rounds: Annotated[
         int, Parameter(converter=integer, help="Measure everything so often, with a seed each; a P99 needs many gaps.")
     ] = 1,

@@ -4,8 +4,8 @@
 Whatever depends on a shape is settled when the backend is made: buffers for the largest step and, for each number of
 tokens that a step may have, the views of them that compiled code takes. A step fills in tokens, positions and block
 tables, and makes two compiled calls a layer: up to the router, and the experts; between and after them tokens go
-through the exchange. No row of padding is computed, since on a CPU it would cost what a real one does: the size that
-ranks agree on fixes what they exchange.
+through the exchange, in its planned form. No row of padding is computed, since on a CPU it would cost what a real one
+does: the size that ranks agree on fixes what they exchange.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from paceline.models import kernels
 from paceline.models.codegen import PANEL
-from paceline.models.experts import LocalExchange, Mixture, Routed
+from paceline.models.experts import LocalExchange, Mixture, Placement
 from paceline.models.kernels import Array
 from paceline.models.llama import Attend, Llama, LlamaLayer, Taps
 from paceline.models.paged import QUERY_TOKENS
+from paceline.models.planned import Tokens, planned
 from paceline.models.static_kernels import EXPERT_PHASES, OPEN_PHASES, open_layer, run_experts
 from paceline.models.static_weights import Arrays, SharedLinear
 from paceline.models.team import shared_team
@@ -52,7 +53,7 @@ class StaticLimits:
 class _Plan:
     """Views for steps of one number of tokens: ``rows`` and ``at`` as `open_layer` takes them, and tensors over them.
 
-    ``nothing``: what precedes the first layer, zeros. ``row_of``: each token's row.
+    ``nothing``: what precedes the first layer, zeros. ``row_of``: each token's row. ``routed``: parts of ``rows``.
     """
 
     rows: tuple[Array, ...]
@@ -63,7 +64,7 @@ class _Plan:
     angles: Tensor
     cos: Tensor
     sin: Tensor
-    routed: Routed
+    routed: Tokens
     tapped: tuple[Tensor, ...]
     hidden: Tensor
 
@@ -121,12 +122,13 @@ class StaticMixture:
         self._final_norm = model.final_norm.numpy()
         self._ones = np.ones((self._tokens, 1), dtype=np.float32)
         self._zeros = np.zeros((self._tokens, 1), dtype=np.int64)
-        top_k = self._experts.top_k
-        self._nobody = Routed(
-            torch.empty(0, model.config.hidden_size), torch.empty(0, top_k, dtype=torch.int64), torch.empty(0, top_k)
-        )
         # Largest first: it makes the buffers of which the others are parts.
         self._plans = {n: self._plan(n) for n in range(self._tokens, 0, -limits.width)}
+        hidden, experts, weights = self._plans[limits.width].routed
+        self._nobody = hidden[:0], experts[:0], weights[:0]
+        placement = Placement(self._experts.num_experts, self._exchange.ranks)
+        size, top_k = model.config.hidden_size, self._experts.top_k
+        self._planned = planned(self._exchange, self._tokens, size, placement, top_k)
 
     @staticmethod
     def supports(model: Llama) -> bool:
@@ -162,7 +164,7 @@ class StaticMixture:
         attend = opened if around is None else around(opened)
         for i, layer in enumerate(self._layers):
             attend(i, _NONE, _NONE, _NONE)
-            added = self._close(layer, plan.routed, plan.rows[-1]).numpy()
+            added = self._close(layer, plan.routed, plan.rows[-1])
         kernels.final_norm(plan.rows[0], added, self._final_norm, c.rms_norm_eps, plan.hidden.numpy())
         if taps is not None:
             taps.states.extend(plan.tapped)
@@ -172,7 +174,7 @@ class StaticMixture:
         """A step without rows: the experts serve those of other ranks."""
         for layer in self._layers:
             if layer.mixture is not None:
-                self._mix(layer, layer.mixture, self._nobody)
+                self._mix(layer, self._nobody)
 
     def _fill(self, rows: Rows) -> _Plan | None:
         """The plan for these rows, with their block tables in it; None if there is none."""
@@ -195,41 +197,36 @@ class StaticMixture:
         tiles[:, 2] = every[tiles[:, 1]]
         return plan
 
-    def _close(self, layer: _Layer, routed: Routed, gates: Array) -> Tensor:
+    def _close(self, layer: _Layer, routed: Tokens, gates: Array) -> Array:
         """What the mixture, or the MLP in its place, adds to the residual stream; ``gates``: a shared expert's."""
+        hidden, experts, _ = routed
         if layer.mixture is None:
             assert layer.every is not None
-            return self._run(layer.every, routed.hidden, (self._zeros[: len(gates)], self._ones[: len(gates)]))
+            return self._run(layer.every, (hidden, self._zeros[: len(gates)], self._ones[: len(gates)]))
         inert = self._exchange.inert
         if inert is not None:
-            routed.experts.masked_fill_(inert[:, None], self._experts.num_experts)
-        out = self._mix(layer, layer.mixture, routed)
+            experts[inert.numpy()] = self._experts.num_experts
+        out = self._mix(layer, routed)
         if layer.mixture.shared is not None:
             assert layer.every is not None
-            out = out + self._run(layer.every, routed.hidden, (self._zeros[: len(gates)], gates))
+            out = out + self._run(layer.every, (hidden, self._zeros[: len(gates)], gates))
         return out
 
-    def _mix(self, layer: _Layer, mixture: Mixture, routed: Routed) -> Tensor:
+    def _mix(self, layer: _Layer, routed: Tokens) -> Array:
         """The weighted sums of experts on all ranks for this one's tokens."""
-        arrived = self._exchange.dispatch(routed, mixture.placement)
-        if layer.own is None:
-            partial = torch.zeros_like(arrived.hidden)
-        else:
-            choices = arrived.experts.contiguous().numpy(), arrived.weights.contiguous().numpy()
-            partial = self._run(layer.own, arrived.hidden, choices)
-        return self._exchange.combine(partial).contiguous()
+        arrived = self._planned.dispatch(routed)
+        partial = np.zeros_like(arrived[0]) if layer.own is None else self._run(layer.own, arrived)
+        return self._planned.combine(partial)
 
-    def _run(self, experts: _Experts, hidden: Tensor, choices: tuple[Array, Array]) -> Tensor:
+    def _run(self, experts: _Experts, tokens: Tokens) -> Array:
         """Weighted sums [tokens, hidden_size] of ``experts``, in their ``out``."""
-        if len(hidden) > len(experts.out):
-            raise ValueError(
-                f"{len(hidden)} tokens came to this rank's experts, and {len(experts.out)} are planned for"
-            )
-        out = experts.out[: len(hidden)]
+        count = len(tokens[0])
+        if count > len(experts.out):
+            raise ValueError(f"{count} tokens came to this rank's experts, and {len(experts.out)} are planned for")
+        out = experts.out[:count]
         weights = experts.gate_up, experts.down, experts.buffers
-        at = experts.first, experts.inner, hidden.contiguous().numpy(), *choices, *weights, out
-        self._team.run(run_experts, EXPERT_PHASES, *at)
-        return torch.from_numpy(out)
+        self._team.run(run_experts, EXPERT_PHASES, experts.first, experts.inner, *tokens, *weights, out)
+        return out
 
     def _bind(self, index: int, layer: LlamaLayer[Any]) -> _Layer:
         c = self._model.config
@@ -322,7 +319,7 @@ class StaticMixture:
             torch.from_numpy(angles),
             torch.from_numpy(cos),
             torch.from_numpy(sin),
-            Routed(*(torch.from_numpy(part) for part in (hidden, experts, weights))),
+            (hidden, experts, weights),
             # What leaves the last layer is what the final norm has added up.
             (*torch.from_numpy(tapped), *([torch.from_numpy(x)] if len(taps) < len(limits.taps) else [])),
             torch.from_numpy(final),

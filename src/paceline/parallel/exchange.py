@@ -17,7 +17,8 @@ from torch import Tensor
 
 from paceline.core.graphs import FULL
 from paceline.models.experts import ExpertExchange, Placement, Routed
-from paceline.parallel.shared import SharedExchange, map_shared
+from paceline.parallel.board import map_shared
+from paceline.parallel.shared import SharedExchange
 from paceline.parallel.wire import Wire, pack, unpack
 
 

@@ -57,6 +57,9 @@ load: Any = intrinsic(_load)
 store: Any = intrinsic(_store)
 pause: Any = intrinsic(_pause)
 
+SPINS = 2000
+"""Looks at a peer's counter before a core is offered to others: some 50 microseconds."""
+
 
 @njit(cache=True, nogil=True)
 def post(address: int, value: int) -> None:
@@ -81,3 +84,16 @@ def behind(address: int, ranks: int, stride: int, value: int, spins: int) -> int
                 return rank
             pause()
     return -1
+
+
+@njit(cache=True, nogil=True)
+def meet(board: Any, count: int) -> bool:
+    """Post ``count``; whether all ranks have, within a short while.
+
+    ``board``: address of the first rank's counter, numbers of each rank [ranks, ...] that lie as far apart as the
+    counters do, and the own rank.
+    """
+    address, slots, rank = board
+    stride = slots.strides[0]
+    store(address + rank * stride, count)
+    return behind(address, slots.shape[0], stride, count, SPINS) < 0

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from paceline.core.lockstep import Vote
 from paceline.engine.line import VOTE_FIELDS, PeerLost, pack_vote, unpack_vote
-from paceline.parallel.shared import Board
+from paceline.parallel.board import Board
 
 SIGN_AFTER_S = 1.0
 """How long a rank waits for the votes of others before it signs the roll."""

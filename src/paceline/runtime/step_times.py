@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from paceline.core.config import (
@@ -35,6 +36,8 @@ from paceline.engine.collector import collector_paused
 from paceline.engine.line import PeerLost
 from paceline.execution.runner import ModelExecutor
 from paceline.models.experts import ExpertExchange, Placement, Routed
+from paceline.models.kernels import Array
+from paceline.models.planned import Tokens
 from paceline.models.registry import load_model
 from paceline.models.static import StaticMixture
 from paceline.parallel.exchange import connect
@@ -73,6 +76,28 @@ class ImitatedRanks:
     def combine(self, partial: Tensor) -> Tensor:
         """See `ExpertExchange`; what other ranks would add is left out."""
         return partial[: len(partial) // self.ranks]
+
+    def plan(self, tokens: int, hidden_size: int, placement: Placement, top_k: int) -> PlannedImitation:
+        """See `PlansExchange`."""
+        return PlannedImitation(self)
+
+
+class PlannedImitation:
+    """See `PlannedExchange`: `ImitatedRanks`."""
+
+    def __init__(self, imitated: ImitatedRanks) -> None:
+        self._imitated = imitated
+
+    def dispatch(self, tokens: Tokens) -> Tokens:
+        """See `PlannedExchange`."""
+        began = perf_counter()
+        hidden, experts, weights = (np.concatenate([part] * self._imitated.ranks) for part in tokens)
+        self._imitated.spent_s += perf_counter() - began
+        return hidden, experts, weights
+
+    def combine(self, partial: Array) -> Array:
+        """See `PlannedExchange`."""
+        return partial[: len(partial) // self._imitated.ranks]
 
 
 class MeasuredRank:
