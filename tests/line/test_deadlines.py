@@ -96,6 +96,17 @@ def test_a_rank_that_hangs_while_it_lives_is_named_by_those_that_share_memory_wi
     assert "for rank 2 at a common step, and gives up after 2 s" in capfd.readouterr().err
 
 
+def test_a_rank_that_hangs_amid_a_step_is_named_by_those_that_reach_it_over_the_network(models: Models) -> None:
+    """Its experts are missed in the forward, not at the vote."""
+    with group(models, 3, hangs=True, data_parallel={"store": f"127.0.0.1:{free_port()}"}) as engines:
+        engines.wait_ready()
+        add(engines, 2, [5, 6], 20)
+        dead = hear(engines, Dead)
+        assert dead.peer_lost
+        assert "an exchange of tokens did not complete" in dead.reason
+        assert "; rank 2 did not come" in dead.reason
+
+
 def test_a_rank_that_hangs_is_named_to_clients_by_those_that_reach_it_over_the_network() -> None:
     options = {"step_s": 0.02, "hangs_at": ord("!"), "data_parallel": {"lockstep": True, "timeout_s": DEADLINE}}
     with fake_server(options, data_parallel_size=3) as server:

@@ -8,6 +8,8 @@ they chose; how many is exchanged first: three collectives a layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.core.graphs import FULL
+from paceline.engine.line import PeerLost
 from paceline.models.experts import ExpertExchange, Placement, Routed
 from paceline.parallel.board import map_shared
+from paceline.parallel.roll import Roll, first_line
 from paceline.parallel.shared import SharedExchange
 from paceline.parallel.wire import Wire, pack, unpack
+
+PASS = "pass"
+"""Forward passes on the roll, draft passes among them, by their number."""
 
 
 def connect(timeout_s: float, group: dist.ProcessGroup | None = None) -> ExpertExchange:
@@ -47,17 +54,22 @@ class _Uneven:
 class GroupExchange:
     """Collectives of a process group: NCCL for tensors on CUDA devices, gloo on CPUs, across hosts too."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, gather: bool | None = None) -> None:
-        """``gather``: FULL uses all_gather and reduce_scatter, otherwise all_to_all twice.
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, gather: bool | None = None, roll: Roll | None = None
+    ) -> None:
+        """``gather``: FULL uses all_gather and reduce_scatter, otherwise all_to_all twice. ``roll``: tells who did not
+        come in time to a pass.
 
-        By default it does except with gloo, whose all_to_all takes a quarter of the time (measured with 4 to 64 tokens
-        on two ranks).
+        By default it gathers except with gloo, whose all_to_all takes a quarter of the time (measured with 4 to 64
+        tokens on two ranks).
         """
         self.inert: Tensor | None = None
         self._group = group
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self._gather = dist.get_backend(group) != "gloo" if gather is None else gather
+        self._roll = roll
+        self._passes = 0
         self._mode: int | None = None
         self._size = 0
         self._own = 0
@@ -67,6 +79,7 @@ class GroupExchange:
     def begin(self, mode: int, size: int, inert: Tensor | None = None) -> None:
         """See `ExpertExchange`."""
         self._mode, self._size, self.inert = mode, size, inert
+        self._passes += 1
 
     def dispatch(self, tokens: Routed, placement: Placement) -> Routed:
         """See `ExpertExchange`.
@@ -74,19 +87,40 @@ class GroupExchange:
         Raises:
             RuntimeError: `begin` was not called.
             ValueError: more tokens than the size agreed on.
+            PeerLost: a rank has died, or did not come in time.
         """
         if self._mode is None:
             raise RuntimeError("begin() must precede the first forward of a model whose experts several ranks share")
         self._own = len(tokens.hidden)
-        if self._mode == FULL:
-            return self._dispatch_fixed(tokens, placement.num_experts)
-        return self._dispatch_uneven(tokens, placement)
+        with self._peers():
+            if self._mode == FULL:
+                return self._dispatch_fixed(tokens, placement.num_experts)
+            return self._dispatch_uneven(tokens, placement)
 
     def combine(self, partial: Tensor) -> Tensor:
-        """See `ExpertExchange`."""
-        if self._mode == FULL:
-            return self._combine_fixed(partial)
-        return self._combine_uneven(partial)
+        """See `ExpertExchange`.
+
+        Raises:
+            PeerLost: a rank has died, or did not come in time.
+        """
+        with self._peers():
+            if self._mode == FULL:
+                return self._combine_fixed(partial)
+            return self._combine_uneven(partial)
+
+    @contextmanager
+    def _peers(self) -> Iterator[None]:
+        """A collective that fails is a peer's doing."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(backend in str(error) for backend in ("gloo", "NCCL")):
+                raise
+            reason = first_line(error)
+            # A connection that ends before the deadline is that of a process that has died, of which others know more.
+            if self._roll is not None and "imed out" in reason:
+                reason += self._roll.absent(PASS, self._passes)
+            raise PeerLost(f"an exchange of tokens did not complete: {reason}") from error
 
     def _dispatch_fixed(self, tokens: Routed, nobody: int) -> Routed:
         size, own = self._size, self._own

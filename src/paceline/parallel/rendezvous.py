@@ -22,7 +22,7 @@ from paceline.core.config import ConfigError, require, require_int, require_seco
 from paceline.engine.line import JOIN_TIMEOUT_S, PeerLost, named
 from paceline.parallel.gpus import backend_for, check_gpus, gpu_name
 from paceline.parallel.interface import interface_of
-from paceline.parallel.votes import SIGN_AFTER_S, first_line
+from paceline.parallel.roll import SIGN_AFTER_S, first_line
 
 ABSENCE_S = SIGN_AFTER_S + 0.2
 """How long a rank that has come to a collective may take to say so."""
@@ -112,21 +112,21 @@ class Meeting:
                 raise ConfigError("data_parallel", self._told(reason))
         return [other["inbox"] for rank, other in enumerate(told) if rank != place.rank]
 
-    def sign(self, step: int) -> None:
+    def sign(self, what: str, number: int) -> None:
         """See `Roll`."""
-        self._store.set(f"waits/{self.place.rank}", str(step))
+        self._store.set(f"{what}/{self.place.rank}", str(number))
 
-    def absent(self, step: int) -> str:
+    def absent(self, what: str, number: int) -> str:
         """See `Roll`. A rank that has come signs within `SIGN_AFTER_S`, or when it fails as well."""
         found: list[list[int]] = []
 
         def look() -> None:
             # The store of several hosts lies in the process of rank 0, and may have ended with it.
             with contextlib.suppress(RuntimeError):
-                self.sign(step)
+                self.sign(what, number)
                 time.sleep(ABSENCE_S)
-                keys = [f"waits/{rank}" for rank in range(self.place.size)]
-                came = [self._store.check([key]) and int(self._store.get(key)) >= step for key in keys]
+                keys = [f"{what}/{rank}" for rank in range(self.place.size)]
+                came = [self._store.check([key]) and int(self._store.get(key)) >= number for key in keys]
                 found.append([rank for rank, here in enumerate(came) if not here])
 
         thread = threading.Thread(target=look, daemon=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,21 +14,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from paceline.core.lockstep import Vote
 from paceline.engine.line import VOTE_FIELDS, PeerLost, pack_vote, unpack_vote
 from paceline.parallel.board import Board
+from paceline.parallel.roll import SIGN_AFTER_S, Roll, first_line
 
-SIGN_AFTER_S = 1.0
-"""How long a rank waits for the votes of others before it signs the roll."""
-
-
-class Roll(Protocol):
-    """Where ranks say that they wait for the others, so that it can be told who did not come."""
-
-    def sign(self, step: int) -> None:
-        """This rank has come to the vote of ``step``, and waits."""
-        ...
-
-    def absent(self, step: int) -> str:
-        """Who has not come to the vote of ``step``, in words to add to an error; nothing if that is not known."""
-        ...
+VOTE = "vote"
+"""Votes on the roll, by step."""
 
 
 class GlooVotes:
@@ -68,7 +56,7 @@ class GlooVotes:
             reason = first_line(error)
             # A connection that ends earlier is that of a process that has died, of which others know more.
             if self._roll is not None and time.monotonic() - began > 0.9 * self._deadline_s:
-                reason += self._roll.absent(vote.step)
+                reason += self._roll.absent(VOTE, vote.step)
             raise PeerLost(f"the vote of step {vote.step} did not complete: {reason}") from error
         if not self._settled:
             self._settled = True
@@ -83,7 +71,7 @@ class GlooVotes:
             except RuntimeError:
                 # Raised anew below if the work has failed, and nothing if it completed just now.
                 if not work.is_completed():
-                    self._roll.sign(step)
+                    self._roll.sign(VOTE, step)
             else:
                 return
         work.wait()
@@ -109,8 +97,3 @@ class SharedVotes:
         votes = self._board.share(*pack_vote(vote))
         self._board.timeout_s = self._deadline_s
         return [unpack_vote(fields) for fields in votes]
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception of torch.distributed says, without the stack that it may carry."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

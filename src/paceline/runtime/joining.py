@@ -38,9 +38,11 @@ class JoinedLine:
         self._supervised = self._place.store.startswith("/")
         self.exchange: ExpertExchange
         if device.type != "cpu":
-            self.exchange = GroupExchange(gather=True)
+            self.exchange = GroupExchange(gather=True, roll=self._meeting)
         else:
-            self.exchange = connect(self._place.join_timeout_s) if self._supervised else GroupExchange()
+            self.exchange = (
+                connect(self._place.join_timeout_s) if self._supervised else GroupExchange(roll=self._meeting)
+            )
 
     @property
     def size(self) -> int:
