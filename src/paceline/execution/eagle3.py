@@ -18,6 +18,7 @@ from paceline.execution.kvcache import KVCache, placed
 from paceline.execution.sequence import SequenceState
 from paceline.models.eagle3 import Eagle3
 from paceline.models.spec import LlamaConfig
+from paceline.models.static_eagle3 import StaticEagle3
 
 
 class Eagle3Drafter:
@@ -41,6 +42,9 @@ class Eagle3Drafter:
         cache = config.cache
         self.cache = KVCache(model.config, cache.num_blocks, cache.block_size, model.dtype, model.device)
         self.caches: Sequence[KVCache] = (self.cache,)
+        self._static: StaticEagle3 | None = None
+        if self.cache.bits is not None and StaticEagle3.supports(model):
+            self._static = StaticEagle3(model, self.cache.bits, self.width, config.scheduler.max_num_seqs)
 
     def draft(self, step: Verified) -> list[tuple[int, ...]]:
         """See `Drafter.draft`; nothing is computed for rows that failed."""
@@ -53,7 +57,11 @@ class Eagle3Drafter:
                 end = len(state.tokens) - 1 if tokens else row.start + row.n
                 spans[i] = RowSpan(row.start, end - row.start, state.table)
         own: dict[int, Tensor] = {}
-        for done in range(passes_of(step.agreement, max(wanted, default=0) or bool(spans))):
+        passes = passes_of(step.agreement, max(wanted, default=0) or bool(spans))
+        if self._static is not None:
+            self._draft(self._static, step, spans, wanted, drafts, passes)
+            passes = 0
+        for done in range(passes):
             if done:
                 spans = {i: RowSpan(len(states[i].tokens) - 2 + done, 1, states[i].table) for i in own}
             batch = self._begin(spans, step.agreement, done)
@@ -77,6 +85,37 @@ class Eagle3Drafter:
     def _count(self, state: SequenceState) -> int:
         first = len(state.tokens) - 2
         return room(state, first, self.cache.block_size, self.width - 1, self.max_model_len)
+
+    def _draft(
+        self,
+        static: StaticEagle3,
+        step: Verified,
+        spans: Mapping[int, RowSpan],
+        wanted: Sequence[int],
+        drafts: Sequence[list[int]],
+        passes: int,
+    ) -> None:
+        """All passes by the compiled head, which shares no collectives: it has nothing to do without rows."""
+        if not spans or not passes:
+            return
+        indices = list(spans)
+        ids = np.concatenate([step.states[i].tokens[s.start + 1 : s.start + s.n + 1] for i, s in spans.items()])
+        places = [np.arange(step.firsts[i], step.firsts[i] + span.n) for i, span in spans.items()]
+        rows = [(span.start, span.n, span.table) for span in spans.values()]
+        static.fuse(step.tapped, np.concatenate(places))
+        for done in range(1, passes + 1):
+            lasts = np.cumsum([n for _, n, _ in rows]) - 1
+            chosen = [j for j, i in enumerate(indices) if wanted[i]]
+            indices = [indices[j] for j in chosen]
+            for i, token in zip(indices, static.run(ids, rows, lasts[chosen]), strict=True):
+                drafts[i].append(token)
+            kept = [j for j, i in enumerate(indices) if wanted[i] > done]
+            if not kept:
+                return
+            static.keep(kept)
+            indices = [indices[j] for j in kept]
+            ids = np.array([drafts[i][-1] for i in indices])
+            rows = [(len(step.states[i].tokens) - 2 + done, 1, step.states[i].table) for i in indices]
 
     def _begin(self, spans: Mapping[int, RowSpan], agreement: Agreement | None, done: int) -> PassBatch | None:
         """Open pass number ``done``; without rows, take part in its collectives, and there is nothing left to do.

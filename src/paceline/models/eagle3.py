@@ -21,6 +21,7 @@ from paceline.models.experts import ExpertExchange, LocalExchange, Mixture, Take
 from paceline.models.fused import PackedLinear
 from paceline.models.llama import Attend, GetTensor, Llama, inverse_frequencies, project, rotate, taking
 from paceline.models.spec import LlamaConfig, UnsupportedModel
+from paceline.models.static_weights import SharedLinear
 
 Product = Callable[[Tensor], Tensor]
 """Rows [tokens, in], float32, times a weight [out, in] transposed: [tokens, out], float32."""
@@ -73,8 +74,10 @@ def product(weight: Tensor, dtype: torch.dtype, int8: bool) -> Product:
     if weight.device.type != "cpu":
         on_device = weight.to(dtype)
         return lambda x: F.linear(x.to(dtype), on_device).float()
-    if int8 or dtype == torch.bfloat16:
-        return PackedLinear(weight, int8)
+    if int8:
+        return SharedLinear(weight)
+    if dtype == torch.bfloat16:
+        return PackedLinear(weight, int8=False)
     kept = weight.to(dtype)
     return lambda x: project(x, kept)
 
@@ -118,13 +121,16 @@ class Eagle3:
         hidden, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         attn = "midlayer.self_attn."
         parts = (("q", q), ("k", kv), ("v", kv))
-        self._fc = packed(take("fc.weight", hidden, len(shape.taps) * shape.target_hidden_size))
-        self._qkv = packed(torch.cat([take(attn + f"{name}_proj.weight", rows, 2 * hidden) for name, rows in parts]))
-        self._o = packed(take(attn + "o_proj.weight", hidden, q))
+        self.fc = packed(take("fc.weight", hidden, len(shape.taps) * shape.target_hidden_size))
+        self.qkv = packed(torch.cat([take(attn + f"{name}_proj.weight", rows, 2 * hidden) for name, rows in parts]))
+        self.o = packed(take(attn + "o_proj.weight", hidden, q))
         self.exchange = None if c.experts is None else exchange or LocalExchange()
-        self._mlp = _dense(c, take, packed) if self.exchange is None else _mixture(c, take, dtype, int8, self.exchange)
-        self._norm_before_residual = shape.norm_before_residual
-        self._embedding_norm, self._hidden_norm, self._mlp_norm, self._final_norm = (
+        self.mlp: Product = (
+            GatedMLP(c, take, packed) if self.exchange is None else _mixture(c, take, dtype, int8, self.exchange)
+        )
+        self.norm_before_residual = shape.norm_before_residual
+        self.draft_vocab_size = shape.draft_vocab_size
+        self.norms = self._embedding_norm, self._hidden_norm, self._mlp_norm, self._final_norm = tuple(
             take(f"{name}.weight", hidden).float()
             for name in (
                 "midlayer.input_layernorm",
@@ -133,27 +139,27 @@ class Eagle3:
                 "norm",
             )
         )
-        self._embed = target.embed
+        self.embed = target.embed
         if "embed_tokens.weight" in names:
             table = take("embed_tokens.weight", c.vocab_size, hidden).to(dtype)
-            self._embed = lambda tokens: F.embedding(tokens, table).float()
+            self.embed = lambda tokens: F.embedding(tokens, table).float()
         elif target.config.hidden_size != hidden:
             raise UnsupportedModel(
                 f"embed_tokens.weight: is missing, and embeddings of the target ({target.config.hidden_size} wide) do"
                 f" not fit hidden_size = {hidden}"
             )
-        self._head: Product = target.logits
+        self.head: Product = target.logits
         if "lm_head.weight" in names:
-            self._head = packed(take("lm_head.weight", shape.draft_vocab_size, hidden))
+            self.head = packed(take("lm_head.weight", shape.draft_vocab_size, hidden))
         elif shape.draft_vocab_size != c.vocab_size or target.config.hidden_size != hidden:
             raise UnsupportedModel("lm_head.weight: is missing, and the target's does not fit")
-        self._targets = _target_ids(shape, take, names)
+        self.targets = _target_ids(shape, take, names)
         self.device = self._final_norm.device
-        self._rotary = inverse_frequencies(c.rope_theta, c.head_dim, c.rope_scaling).to(self.device)
+        self.rotary = inverse_frequencies(c.rope_theta, c.head_dim, c.rope_scaling).to(self.device)
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
         """The target's hidden states [tokens, target_hidden_size] of each tap as one state [tokens, hidden_size]."""
-        return self._fc(torch.cat([state.float() for state in states], -1))
+        return self.fc(torch.cat([state.float() for state in states], -1))
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Its own hidden states [tokens, hidden_size].
@@ -167,35 +173,36 @@ class Eagle3:
         c = self.config
         size, eps = (c.hidden_size,), c.rms_norm_eps
         rotated = c.num_heads + c.num_kv_heads
-        angles = positions.to(torch.float32)[:, None] * self._rotary
+        angles = positions.to(torch.float32)[:, None] * self.rotary
         cos, sin = angles.cos(), angles.sin()
         normed = F.rms_norm(hidden, size, self._hidden_norm, eps)
-        x = normed if self._norm_before_residual else hidden
-        embedded = F.rms_norm(self._embed(tokens).float(), size, self._embedding_norm, eps)
-        qkv = self._qkv(torch.cat((embedded, normed), -1)).view(-1, rotated + c.num_kv_heads, c.head_dim)
+        x = normed if self.norm_before_residual else hidden
+        embedded = F.rms_norm(self.embed(tokens).float(), size, self._embedding_norm, eps)
+        qkv = self.qkv(torch.cat((embedded, normed), -1)).view(-1, rotated + c.num_kv_heads, c.head_dim)
         qk = rotate(qkv[:, :rotated], torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
         out = attend(0, qk[:, : c.num_heads], qk[:, c.num_heads :], qkv[:, rotated:])
-        x = x + self._o(out)
-        return x + self._mlp(F.rms_norm(x, size, self._mlp_norm, eps))
+        x = x + self.o(out)
+        return x + self.mlp(F.rms_norm(x, size, self._mlp_norm, eps))
 
     def best(self, hidden: Tensor) -> Tensor:
         """The likeliest next tokens, ids of the target's vocabulary, after own hidden states [rows, hidden_size]."""
         c = self.config
-        ids = self._head(F.rms_norm(hidden, (c.hidden_size,), self._final_norm, c.rms_norm_eps)).argmax(-1)
-        return ids if self._targets is None else self._targets[ids]
+        ids = self.head(F.rms_norm(hidden, (c.hidden_size,), self._final_norm, c.rms_norm_eps)).argmax(-1)
+        return ids if self.targets is None else self.targets[ids]
 
 
-def _dense(c: LlamaConfig, take: Take, packed: Callable[[Tensor], Product]) -> Product:
-    """The layer's gated MLP."""
-    names = [f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up")]
-    gate_up = packed(torch.cat([take(name, c.intermediate_size, c.hidden_size) for name in names]))
-    down = packed(take("midlayer.mlp.down_proj.weight", c.hidden_size, c.intermediate_size))
+class GatedMLP:
+    """The layer's gated MLP; ``gate_up``: the gate's rows above those of up."""
 
-    def forward(x: Tensor) -> Tensor:
-        gate, up = gate_up(x).split(c.intermediate_size, -1)
-        return down(F.silu(gate) * up)
+    def __init__(self, c: LlamaConfig, take: Take, packed: Callable[[Tensor], Product]) -> None:
+        names = [f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up")]
+        self.gate_up = packed(torch.cat([take(name, c.intermediate_size, c.hidden_size) for name in names]))
+        self.down = packed(take("midlayer.mlp.down_proj.weight", c.hidden_size, c.intermediate_size))
+        self._inner = c.intermediate_size
 
-    return forward
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).split(self._inner, -1)
+        return self.down(F.silu(gate) * up)
 
 
 def _mixture(c: LlamaConfig, take: Take, dtype: torch.dtype, int8: bool, exchange: ExpertExchange) -> Product:
