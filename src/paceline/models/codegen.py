@@ -45,6 +45,13 @@ FEATURES = _features()
 TILE_ROWS = 11 if "avx512f" in FEATURES else 3
 """Rows of a product computed together: as many as leave room in the vector and address registers."""
 
+AHEAD, FETCHING_ROWS = 384, 6
+"""Vectors of a packed int8 weight by which a product fetches it before its use, and rows of a tile from which on.
+
+The machine's own prefetching begins anew at each page and each panel, of which a second tile reads nothing new; 24 KiB
+reach into the next panel while that tile is computed. In lower tiles fetching costs more than it saves. bfloat16
+products do not fetch: most are attention's, whose operands were made just before.
+"""
 
 _SOURCES = ("codegen", "decoder", "kernels", "paged", "products", "static_kernels", "team")
 _STAMP = sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in _SOURCES)).hexdigest()
@@ -150,6 +157,14 @@ def _call(builder: Any, name: str, result: Any, args: Sequence[Any]) -> Any:
     return builder.call(function, args)
 
 
+def _prefetch(builder: Any, pointer: Any, offset: int) -> None:
+    """Fetch the cache line ``offset`` vectors behind ``pointer`` into the second level; any address will do."""
+    line = builder.gep(pointer, [ir.Constant(_I64, offset * LANES)])
+    line = builder.bitcast(line, ir.IntType(8).as_pointer())
+    read, second_level, data = (ir.Constant(_I32, value) for value in (0, 2, 1))
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), (line, read, second_level, data))
+
+
 def _dot(builder: Any, kind: int, total: Any, x: Any, w: Any) -> Any:
     """``total`` + the products of what words hold: unsigned bytes of ``x`` by signed ones of ``w``, or bfloat16."""
     if kind == INT8:
@@ -199,6 +214,8 @@ def _tile_code(builder: Any, kind: int, rows: int, p: dict[str, Any]) -> None:
     def body(index: Any, totals: list[Any]) -> list[Any]:
         where = builder.gep(p["w"], [builder.mul(index, ir.Constant(_I64, PANEL))])
         weights = [_load(builder, where, _WORDS, half) for half in (0, 1)]
+        for half in (0, 1) if integer and rows >= FETCHING_ROWS else ():
+            _prefetch(builder, where, AHEAD + half)
         words = [_splat(builder, builder.load(builder.gep(row, [index]), align=4)) for row in at]
         return [
             _dot(builder, kind, totals[2 * r + half], words[r], weights[half]) for r in range(rows) for half in (0, 1)

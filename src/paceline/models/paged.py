@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 
 from paceline.models.codegen import BFLOAT16, LANES, PANEL, interleave, kernel, transpose
-from paceline.models.kernels import FLAGS, exponential, rotate_row, to_bfloat16
+from paceline.models.kernels import FLAGS, as_bits, as_float, exponential, rotate_row, to_bfloat16
 from paceline.models.products import product
 from paceline.models.team import Team, leave, settle, share, take
 
@@ -187,12 +187,20 @@ def _values_panels(
             out[at : at + PANEL] = 0
 
 
+@njit(inline="always")
+def _ordered(bits: Any) -> Any:
+    """A float32's bits (int32) as an integer that is ordered as floats are, and back; NaN stands at the ends."""
+    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
 @njit(inline="always", fastmath=FLAGS, error_model="numpy")
 def _softmax(scores: Any, seen: Any, out: Any) -> None:
     """Softmax of ``scores[:seen]`` (overwritten) as bfloat16 in ``out``, with zeros in the rest of it."""
-    largest = scores[0]
+    # Vector registers hold the largest of integers without asking where NaN stands.
+    highest = np.int32(-0x80000000)
     for j in range(seen):
-        largest = scores[j] if scores[j] > largest else largest
+        highest = max(highest, _ordered(np.int32(as_bits(scores[j]))))
+    largest = as_float(np.uint32(_ordered(highest)))
     total = np.float32(0.0)
     for j in range(seen):
         e = exponential(scores[j] - largest)
