@@ -37,6 +37,15 @@ class Mine:
 
     worker_half = scheduler_half
 
+class Ending(Mine):
+    ended = []
+
+    @classmethod
+    def worker_half(cls, context):
+        half = Half()
+        half.shutdown = lambda: cls.ended.append(half)
+        return half
+
 class Partly:
     scheduler_half = Mine.scheduler_half
 
@@ -104,6 +113,17 @@ def test_halves_are_made_with_what_was_configured(folder: Path, module: Any) -> 
     assert made.extra_config == {"anything": [1, {"at": "all"}]}
     assert made.engine == llm.config
     assert (made.engine.cache.block_size, made.engine.scheduler.load_failure_policy) == (8, "recompute")
+
+
+def test_a_call_that_ends_in_an_exception_ends_its_connector(folder: Path, module: Any) -> None:
+    """The next call has halves of its own."""
+    name = module(HALVES.format(lacks=None))
+    transfer = {"kv_connector": "Ending", "kv_connector_module_path": name}
+    llm = LLM(folder, max_model_len=64, kv_transfer_config=transfer)
+    for calls in (1, 2):
+        with pytest.raises(TypeError):  # these halves answer None to everything
+            complete(llm, [1, 2, 3])
+        assert len(set(sys.modules[name].Ending.ended)) == calls
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ def broken(good: StepResult) -> dict[str, StepResult]:
         "an error for no row": change(errors={3: "?"}),
         "an error for a negative row": change(errors={-1: "?"}),
         "a token beside an error": change(errors={0: "?"}),
+        "a failed load without an error": change(failed_loads={0: ()}),
+        "a failed load of no row": change(failed_loads={3: ()}),
     }
 
 

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from paceline.core.config import GroupConfig
 from paceline.core.plan import TransferEvent
+from paceline.core.request import Request
 
 from .driving import Offers, engine_config
 from .toy_model import ToyDrive
@@ -60,26 +63,98 @@ def test_T4_policy_recompute_computes_from_the_first_bad_block(bad: int | None, 
     d.assert_right()
 
 
+def told(how: str, request: Request, bad: int | None) -> dict[str, Any]:
+    """A synchronous load failed and left block ``bad`` (None: nobody knows which) of ``request`` without KV.
+
+    ``how``: as the end of its transfer, with the row's error, or both.
+    """
+    blocks = () if bad is None else (request.tables[0][bad],)
+    event = TransferEvent("loaded", request.seq, request.generation, error="lost", failed_blocks=blocks)
+    return {
+        "errors": {request.id: "lost"},
+        "failed_loads": {} if how == "event" else {request.id: blocks},
+        "transfers": [] if how == "row" else [event],
+    }
+
+
+HOW = ["event", "row", "both"]
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_T4_a_synchronous_load_that_fails_is_an_error_of_its_row(policy: str) -> None:
-    d = ToyDrive(engine_config(load_failure_policy=policy), Offers({"hurt": 48}))
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("bad", [1, None])
+@pytest.mark.parametrize("K", [0, 3])
+def test_T4_a_synchronous_load_that_fails_is_an_error_of_its_row(
+    K: int, bad: int | None, how: str, policy: str
+) -> None:
+    connector = Offers({"hurt": 48})
+    d = ToyDrive(engine_config(K=K, load_failure_policy=policy), connector)
     d.add("well", 50, max_tokens=12)
     d.step()
     hurt = d.add("hurt", 60, max_tokens=10)
     d.plan()
     assert d.rows()["hurt"].start == 48
-    event = TransferEvent("loaded", hurt.seq, 0, error="lost", failed_blocks=(hurt.tables[0][1],))
-    d.fill(hurt, 16)
-    d.commit(errors={"hurt": "lost"}, transfers=[event])
+    d.fill(hurt, 16 * (bad or 0))
+    d.commit(**told(how, hurt, bad))
     assert d.s.stats.load_failures == 1
     assert d.s.stats.late_transfers == 0
+    assert d.tokens["hurt"] == []
     if policy == "fail":
         assert d.ended == {"hurt": "error"}
     else:
-        assert d.step()["hurt"].start == 16
+        assert d.step()["hurt"].start == 16 * (bad or 0)
     d.run()
     assert d.ended["well"] == "length"
     assert d.ended["hurt"] == ("error" if policy == "fail" else "length")
+    assert connector.asked.count("hurt") == 1, "the same load is not tried again"
+    d.assert_right()
+    assert d.owned() == 0
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, GroupConfig(kind="recurrent"))])
+@pytest.mark.parametrize("K", [0, 3])
+def test_a_row_that_is_suspected_and_loads_nothing_runs_again(
+    K: int, groups: tuple[GroupConfig, ...], policy: str
+) -> None:
+    """An exception names no request: all rows that join with computed tokens are suspected, hits of the cache too."""
+    prompt = range(33)
+    d = ToyDrive(engine_config(K=K, groups=groups, load_failure_policy=policy), Offers({"hurt": 48}))
+    d.add("earlier", prompt, max_tokens=1)
+    d.run()
+    hit = d.add("hit", prompt, max_tokens=10)
+    d.add("hurt", 60, max_tokens=10)
+    d.plan()
+    assert {name: row.start for name, row in d.rows().items()} == {"hit": 32, "hurt": 48}
+    d.commit(errors={"hit": "lost", "hurt": "lost"}, failed_loads={"hit": (), "hurt": ()})
+    assert d.s.stats.load_failures == 1
+    assert d.step()["hit"].start == 32
+    assert hit.ask
+    d.run()
+    assert d.ended["hit"] == "length"
+    assert d.ended["hurt"] == ("error" if policy == "fail" else "length")
+    d.assert_right()
+    assert d.owned() == 0
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_blocks_that_turn_out_bad_once_they_were_hit_are_hit_by_nobody_again(policy: str) -> None:
+    """A load that is told too late: who made it has ended, and who relies on it has loaded nothing."""
+    prompt = range(60)
+    d = ToyDrive(engine_config(K=0, load_failure_policy=policy), Offers({"first": 48}))
+    first = d.add("first", prompt, max_tokens=1)
+    d.plan()
+    d.fill(first, 32)
+    d.toy.blind = True
+    d.commit()
+    second = d.add("second", prompt, max_tokens=10)
+    d.plan()
+    assert d.rows()["second"].start == 48
+    d.commit(errors={"second": "lost"}, failed_loads={"second": (second.tables[0][2],)})
+    d.toy.blind = False
+    d.add("third", prompt, max_tokens=10)
+    d.run()
+    assert d.ended == {"first": "length", "second": "error" if policy == "fail" else "length", "third": "length"}
     d.assert_right()
     assert d.owned() == 0
 
@@ -99,7 +174,9 @@ def test_T4_a_synchronous_load_that_names_no_bad_block_leaves_the_local_prefix_a
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("sharers", [1, 2])
-def test_T5_whoever_shares_a_rejected_load_waits_for_the_recomputation(sharers: int, policy: str) -> None:
+@pytest.mark.parametrize("how", ["event", "row", "all"])
+def test_T5_whoever_shares_a_rejected_load_waits_for_the_recomputation(how: str, sharers: int, policy: str) -> None:
+    """``how`` the load is told: as an event, with the error of its row, or with the errors of all that joined."""
     prompt = range(60)
     d = ToyDrive(engine_config(K=0, load_failure_policy=policy), Offers({"first": 48}))
     first = d.add("first", prompt, max_tokens=10)
@@ -108,10 +185,15 @@ def test_T5_whoever_shares_a_rejected_load_waits_for_the_recomputation(sharers: 
         d.add(name, prompt, max_tokens=10)
     d.plan()
     assert [row.start for row in d.rows().values()] == [48] * (1 + sharers), "hits of blocks planned in this pass"
-    event = TransferEvent("loaded", first.seq, 0, error="lost", failed_blocks=tuple(first.tables[0][:3]))
+    blocks = tuple(first.tables[0][:3])
+    event = TransferEvent("loaded", first.seq, 0, error="lost", failed_blocks=blocks)
+    suspects = ["first", *names] if how == "all" else ["first"]
+    lost = {} if how == "event" else dict.fromkeys(suspects, () if how == "all" else blocks)
     d.toy.blind = True  # every row reads what was never loaded: none of their tokens may reach a client
-    d.commit(errors={"first": "lost"}, transfers=[event])
+    errors = dict.fromkeys(suspects, "lost")
+    d.commit(errors=errors, failed_loads=lost, transfers=[event] if how == "event" else [])
     d.toy.blind = False
+    assert d.s.stats.load_failures == 1
     assert all(not tokens for tokens in d.tokens.values())
     assert [r.id for r in d.s.waiting] == names, "those that start over keep their order"
     d.run()

@@ -191,7 +191,9 @@ class ToyDrive(Drive):
         named = answer.pop("errors", None) or {}
         rows = list(self.current.rows)
         errors = {i: named[self.names[row.seq]] for i, row in enumerate(rows) if self.names[row.seq] in named}
-        return self.toy.run(self.current, errors, **answer)
+        lost = answer.pop("failed_loads", None) or {}
+        failed_loads = {i: lost[self.names[row.seq]] for i, row in enumerate(rows) if self.names[row.seq] in lost}
+        return self.toy.run(self.current, errors, failed_loads=failed_loads or None, **answer)
 
     def fill(self, request: Request, stop: int, *, start: int = 0) -> None:
         """What a connector's worker does: puts positions [start, stop) of a request into its blocks."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,46 +15,19 @@ from paceline.core.plan import BlockUpdate, NewSequence, Row, StepPlan, StepResu
 from paceline.core.request import SamplingParams, StoredTokens
 from paceline.execution.runner import ModelExecutor
 from paceline.models.llama import Llama
-from paceline.models.spec import LlamaConfig
+from tools.gpu.models import TINY, random_weights
 
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    max_position=512,
-    tie_word_embeddings=False,
-)
+CONFIG = replace(TINY, vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, max_position=512)
 BLOCK_SIZE = 4
 
 
-def random_model(**weights: Callable[[torch.Tensor], torch.Tensor]) -> Llama:
+def random_model(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Llama:
     """A model with random weights; ``embed_tokens=f`` and the like change one kind of weight."""
-    generator = torch.Generator().manual_seed(1)
-    q, kv, hidden, inner = 32, 16, CONFIG.hidden_size, CONFIG.intermediate_size
-    shapes = {
-        "embed_tokens": (CONFIG.vocab_size, hidden),
-        "lm_head": (CONFIG.vocab_size, hidden),
-        "q_proj": (q, hidden),
-        "k_proj": (kv, hidden),
-        "v_proj": (kv, hidden),
-        "o_proj": (hidden, q),
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }
+    weights = random_weights(CONFIG, seed=1)
 
     def get(name: str) -> torch.Tensor:
-        kind = name.split(".")[-2]
-        if kind not in shapes:
-            return torch.ones(hidden)
-        weight = torch.randn(shapes[kind], generator=generator) * 0.5
-        return weights[kind](weight) if kind in weights else weight
+        change = changes.get(name.split(".")[-2])
+        return weights(name) if change is None else change(weights(name))
 
     return Llama(CONFIG, torch.float32, get)
 

@@ -28,10 +28,12 @@ COUNT = 10
 class Engine:
     """A rank with a real model, and what came out of it."""
 
-    def __init__(self, model: Llama, worker: Any = None, *, policy: Any = "fail", num_blocks: int = 60) -> None:
+    def __init__(
+        self, model: Llama, worker: Any = None, *, policy: Any = "fail", num_blocks: int = 60, caching: bool = False
+    ) -> None:
         config = EngineConfig(
             scheduler=SchedulerConfig(max_model_len=64, load_failure_policy=policy),
-            cache=CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, enable_prefix_caching=False),
+            cache=CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, enable_prefix_caching=caching),
         )
         self.executor = ModelExecutor(model, config, connector=worker)
         self.scheduler = Scheduler(config, None if worker is None else DecodeBenchScheduler(BLOCK_SIZE))
@@ -165,8 +167,12 @@ class Raiser(Courier):
 
     def start_load_kv(self, meta: Sequence[Fill]) -> None:
         super().start_load_kv(meta)
-        if self.armed and self.told is not None:
-            self.bad.update(meta[self.told].blocks[0])
+        for i, fill in enumerate(meta if self.armed else ()):
+            if self.told in (None, i):
+                for layer in self._groups[0]:
+                    layer[list(fill.blocks[0])] = float("nan")
+            if self.told == i:
+                self.bad.update(fill.blocks[0])
         self._raise(None)
 
     def wait_for_layer_load(self, layer: int) -> None:
@@ -204,6 +210,47 @@ def test_L11_a_load_that_raises_is_an_error_of_its_request_after_the_whole_step(
     engine.run()
     assert engine.tokens == {"a": tokens["a"], "b": []}
     assert engine.scheduler.kv.pool.num_free == engine.scheduler.kv.pool.num_usable
+
+
+@pytest.mark.parametrize("layer", [None, 0, 1])
+@pytest.mark.parametrize("told", [None, 0, 1])
+def test_what_a_load_that_raises_should_have_brought_is_recomputed_if_that_is_the_policy(
+    model: Llama, computed: Any, told: int | None, layer: int | None
+) -> None:
+    tokens, source = computed
+    engine = Engine(model, courier := Raiser(source, layer, told), policy="recompute", caching=True)
+    for name in PROMPTS:
+        engine.add(name)
+    engine.step()
+    courier.armed = False
+    lost = list(PROMPTS) if told is None else [list(PROMPTS)[told]]
+    assert [name for name in PROMPTS if not engine.tokens[name]] == lost
+    assert engine.scheduler.stats.load_failures == len(lost)
+    engine.run()
+    assert engine.tokens == tokens
+    engine.scheduler.connector = None
+    for name in PROMPTS:
+        engine.add(name)
+    engine.step()
+    assert engine.scheduler.stats.prefix_hits > 0
+    engine.run()
+    assert engine.tokens == tokens, "nobody hits what was not loaded"
+
+
+def test_who_hit_the_prefix_cache_beside_a_load_that_raises_runs_again(model: Llama, computed: Any) -> None:
+    tokens, source = computed
+    engine = Engine(model, courier := Raiser({2: source[1]}, None), caching=True)
+    engine.scheduler.connector = Offers("b")
+    engine.add("a")
+    engine.run()
+    for name in PROMPTS:
+        engine.add(name)
+    engine.step()
+    courier.armed = False
+    assert (engine.scheduler.stats.prefix_hits, engine.tokens["a"]) == (28, [])
+    assert engine.ended["b"].finish_reason == "error"
+    engine.run()
+    assert engine.tokens["a"] == tokens["a"]
 
 
 @pytest.mark.parametrize("told", [0, 1])
@@ -254,10 +301,13 @@ class Reporter(Courier):
         return ended
 
 
+@pytest.mark.parametrize("worker", [Courier, Reporter])
 @pytest.mark.parametrize("lost", [[0], [3], [2, 4]])
-def test_a_reported_failure_is_recomputed_if_that_is_the_policy(model: Llama, computed: Any, lost: list[int]) -> None:
+def test_a_failure_that_is_told_is_recomputed_if_that_is_the_policy(
+    model: Llama, computed: Any, lost: list[int], worker: type[Courier]
+) -> None:
     tokens, source = computed
-    engine = Engine(model, Reporter(source, lost), policy="recompute")
+    engine = Engine(model, worker(source, lost), policy="recompute")
     engine.add("a")
     engine.run()
     assert engine.ended["a"].finish_reason == "length"
@@ -314,3 +364,26 @@ def test_finite_blocks_are_all_that_anybody_reads(model: Llama) -> None:
     engine.add("b")
     engine.run()
     assert engine.tokens["b"] == right
+
+
+@pytest.mark.parametrize("told", [None, 0])
+def test_what_a_failed_load_left_behind_reaches_nobody(
+    model: Llama, monkeypatch: pytest.MonkeyPatch, told: int | None
+) -> None:
+    """Slots that a request has not come to yet are read, and masked, beside a longer request: 0 times NaN is NaN."""
+    monkeypatch.setitem(PROMPTS, "b", [(3 * i + 1) % 64 for i in range(22)])
+    undisturbed = Engine(model)
+    blank = [torch.zeros_like(layer) for layer in undisturbed.executor.cache.layers]
+    source = dict.fromkeys(range(2), (blank, list(range(1, 20))))
+    courier = Raiser(source, None) if told is None else Courier(source, range(20))
+    engine = Engine(model, courier, policy="recompute")
+    for each in (undisturbed, engine):
+        for name in PROMPTS:
+            each.add(name)
+        each.step()
+    if isinstance(courier, Raiser):
+        courier.armed = False
+    undisturbed.run()
+    engine.run()
+    assert engine.scheduler.stats.load_failures == len(PROMPTS)
+    assert engine.tokens == undisturbed.tokens

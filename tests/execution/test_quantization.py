@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,57 +16,21 @@ from paceline.execution.attention import PagedAttention, RowSpan
 from paceline.execution.kvcache import KVCache
 from paceline.models.fused import FusedLlama, quantise_rows
 from paceline.models.llama import Llama
-from paceline.models.spec import LlamaConfig
 from paceline.models.team import Team
+from tools.gpu.models import TINY, random_weights
 
-CONFIG = LlamaConfig(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=112,
-    num_layers=3,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    max_position=512,
-    tie_word_embeddings=False,
-)
+CONFIG = replace(TINY, vocab_size=96, intermediate_size=112, num_layers=3, num_heads=6, head_dim=16, max_position=512)
 IDS = [(7 * i * i + 3) % 96 for i in range(90)]
-
-
-def weights() -> Callable[[str], torch.Tensor]:
-    q, kv, hidden, inner = 96, 32, 64, 112
-    shapes = {
-        "q_proj": (q, hidden),
-        "k_proj": (kv, hidden),
-        "v_proj": (kv, hidden),
-        "o_proj": (hidden, q),
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-        "embed_tokens": (96, hidden),
-        "lm_head": (96, hidden),
-    }
-
-    def get(name: str) -> torch.Tensor:
-        kind = name.split(".")[-2]
-        generator = torch.Generator().manual_seed(sum(name.encode()))
-        if kind not in shapes:
-            return 1 + 0.2 * torch.randn(hidden, generator=generator)
-        return torch.randn(shapes[kind], generator=generator) * 0.25
-
-    return get
 
 
 @pytest.fixture(scope="module")
 def exact() -> Llama:
-    return Llama(CONFIG, torch.float32, weights())
+    return Llama(CONFIG, torch.float32, random_weights(CONFIG))
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["int8", "bfloat16"])
 def fused(request: pytest.FixtureRequest) -> FusedLlama:
-    return FusedLlama(CONFIG, weights(), int8=request.param)
+    return FusedLlama(CONFIG, random_weights(CONFIG), int8=request.param)
 
 
 def paged_logits(model: Llama, chunks: list[int], ids: list[int] = IDS) -> torch.Tensor:
@@ -99,7 +64,7 @@ def test_a_quantised_weight_is_at_most_half_a_step_off() -> None:
 
 def test_a_huge_token_costs_its_neighbours_no_precision(exact: Llama) -> None:
     """Activations are scaled token by token: one of a thousand times the size changes no bit of another's result."""
-    huge = weights()
+    huge = random_weights(CONFIG)
 
     def get(name: str) -> torch.Tensor:
         tensor = huge(name)
@@ -118,7 +83,7 @@ def test_a_huge_token_costs_its_neighbours_no_precision(exact: Llama) -> None:
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_row_is_the_same_alone_and_in_a_batch(width: int, int8: bool) -> None:
     """Bit by bit: sums are taken in the same order whatever the batch, and attention reads a row's own context only."""
-    model = FusedLlama(CONFIG, weights(), int8=int8)
+    model = FusedLlama(CONFIG, random_weights(CONFIG), int8=int8)
     cache = KVCache(CONFIG, 120, 4, model.dtype)
     contexts = [30, 7, 19, 55]
     tables = np.split(np.random.default_rng(0).permutation(119)[:116] + 1, 4)
@@ -147,7 +112,7 @@ def test_helper_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for size in (1, 3):
         monkeypatch.setattr("paceline.models.fused.shared_team", lambda size=size: Team(size))
-        results.append(paged_logits(FusedLlama(CONFIG, weights(), int8=True), [70, *[1] * 20]))
+        results.append(paged_logits(FusedLlama(CONFIG, random_weights(CONFIG), int8=True), [70, *[1] * 20]))
     assert torch.equal(*results)
 
 
@@ -162,7 +127,7 @@ def test_the_layers_in_one_call_are_the_layers_one_by_one(fused: FusedLlama) -> 
 
 @pytest.mark.parametrize("int8", [True, False])
 def test_a_poisoned_token_fails_its_own_row_alone(make_driver: Callable[..., Any], int8: bool) -> None:
-    source = weights()
+    source = random_weights(CONFIG)
 
     def get(name: str) -> torch.Tensor:
         tensor = source(name)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,4 +91,4 @@ class ControlledWorker:
         """What was stored are copies."""
 
     def shutdown(self) -> None:
-        self._kept.clear()
+        (self._folder / f"{os.getpid()}.shut").touch()

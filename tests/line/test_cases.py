@@ -32,17 +32,28 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Control:
     return Control(tmp_path_factory.mktemp("control"))
 
 
-@pytest.fixture(scope="module")
-def loading(models: Models, control: Control) -> Iterator[Server]:
-    """Two ranks with EAGLE-3 drafts whose connector does as it is told."""
-    transfer = {
+def controlled(models: Models, control: Control, **settings: str) -> list[str]:
+    """The command line of two ranks with EAGLE-3 drafts whose connector does as it is told."""
+    transfer = settings | {
         "kv_connector": "ControlledConnector",
         "kv_connector_module_path": "tests.line.controlled",
         "kv_connector_extra_config": {"folder": str(control.folder)},
     }
-    flags = ["--kv-transfer-config", json.dumps(transfer), "--no-enable-prefix-caching"]
-    with running(command(models, *flags)) as server:
+    return command(models, "--kv-transfer-config", json.dumps(transfer), "--no-enable-prefix-caching")
+
+
+@pytest.fixture(scope="module")
+def loading(models: Models, control: Control) -> Iterator[Server]:
+    with running(controlled(models, control)) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def recomputing(models: Models, control: Control) -> Iterator[Server]:
+    before = set(control.folder.glob("*.shut"))
+    with running(controlled(models, control, kv_load_failure_policy="recompute")) as server:
+        yield server
+    assert len(set(control.folder.glob("*.shut")) - before) == 2, "worker halves are shut down"
 
 
 @pytest.fixture(scope="module")
@@ -241,9 +252,33 @@ def test_L11_a_synchronous_load_that_fails_while_the_peer_decodes(
     assert gained[failing]["steps"] == [0, 1], "the step of the failed load ran as it was agreed on"
     assert gained[1 - failing]["steps"][0] == 0
     assert gained[0]["misses"] == gained[1]["misses"] == [0]
-    assert gained[failing]["paceline:kv_load_failures_total"] == [how == "lose"]
+    assert gained[failing]["paceline:kv_load_failures_total"] == [1]
     control.say(prompts[failing], "bring")
     assert complete(loading, prompts[failing], 20, failing) == alone(prompts[failing], 20)
+
+
+@pytest.mark.parametrize(("how", "failing"), [("raise", 1), ("lose", 0)])
+def test_L11_what_a_synchronous_load_did_not_bring_is_computed_if_that_is_the_policy(
+    recomputing: Server, control: Control, clients: ThreadPoolExecutor, alone: Alone, how: str, failing: int
+) -> None:
+    first = 100 + 10 * failing + len(how)
+    prompts = {failing: list(range(first, first + 30)), 1 - failing: list(range(first, first + 20))}
+    for rank, prompt in prompts.items():
+        complete(recomputing, prompt, 2, rank)
+    control.say(prompts[failing], how)
+    control.say(prompts[1 - failing], "hold")
+    counts = Counts(recomputing)
+    peer = clients.submit(complete, recomputing, prompts[1 - failing], 60, 1 - failing)
+    control.wait_held(prompts[1 - failing])
+    hurt = clients.submit(complete, recomputing, prompts[failing], 20, failing)
+    time.sleep(UNDER_WAY_S)
+    control.release(prompts[1 - failing])
+    assert hurt.result(DEADLINE_S) == alone(prompts[failing], 20)
+    assert peer.result(DEADLINE_S) == alone(prompts[1 - failing], 60)
+    gained = counts.gained()
+    assert gained[failing]["steps"][0] == 1, "the prefill; the step of the failed load ran as it was agreed on"
+    assert gained[failing]["paceline:kv_load_failures_total"] == [1]
+    assert gained[1 - failing]["paceline:kv_load_failures_total"] == [0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -3,50 +3,39 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
-from torch.distributed import FileStore
 
 from paceline.core.config import ConfigError
-from paceline.parallel.gpus import backend_for, check_gpus, gpu_name
+from paceline.parallel.gpus import backend_for, gpu_conflict, gpu_name
+from paceline.parallel.rendezvous import Meeting, Place
 
 
-def told(folder: Path, gpus: list[str]) -> list[str | None]:
-    """What each rank is told, None if nothing is wrong."""
-    said: list[str | None] = [None] * len(gpus)
-
-    def rank(number: int) -> None:
-        store = FileStore(str(folder / "store"), len(gpus))
-        try:
-            check_gpus(store, number, len(gpus), gpus[number])
-        except ConfigError as error:
-            said[number] = str(error)
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(gpus))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return said
+def test_ranks_on_gpus_of_their_own_and_on_cpus_may_go_on() -> None:
+    assert gpu_conflict(["A", "B", "C"]) is None
+    assert gpu_conflict(["", ""]) is None
 
 
-def test_ranks_on_gpus_of_their_own_and_on_cpus_may_go_on(tmp_path: Path) -> None:
-    for i, gpus in enumerate((["A", "B", "C"], ["", ""])):
-        (tmp_path / str(i)).mkdir()
-        assert told(tmp_path / str(i), gpus) == [None] * len(gpus)
+def test_cpus_and_gpus_do_not_mix() -> None:
+    assert gpu_conflict(["A", ""]) == "ranks 0 and 1 differ: A and the CPU; use one for all"
+    assert gpu_conflict(["", "A"]) == "ranks 0 and 1 differ: the CPU and A; use one for all"
 
 
-def test_two_ranks_on_one_gpu_are_refused_everywhere(tmp_path: Path) -> None:
-    for message in told(tmp_path, ["A", "B", "A"]):
-        assert message is not None
-        assert message.startswith("device: ranks 0 and 2 are on one GPU (A), and NCCL takes one rank each")
+def test_two_ranks_on_one_gpu_are_refused_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.parallel.rendezvous.gpu_name", lambda device: "AB"[device.index % 2])
 
+    def refused(rank: int) -> str:
+        place = Place(size=3, rank=rank, store=str(tmp_path / "store"), inbox="ipc://x", timeout_s=30)
+        with pytest.raises(ConfigError) as error:
+            Meeting(place, torch.device("cuda", rank))
+        return str(error.value)
 
-def test_cpus_and_gpus_do_not_mix(tmp_path: Path) -> None:
-    for message in told(tmp_path, ["A", ""]):
-        assert message == "device: ranks 0 and 1 differ: A and the CPU; use one for all"
+    with ThreadPoolExecutor(3) as ranks:
+        for message in ranks.map(refused, range(3)):
+            assert message.startswith("device: ranks 0 and 2 are on one GPU (A), and NCCL takes one rank each")
 
 
 def test_backends_go_by_device() -> None:

@@ -178,6 +178,7 @@ class World:
         """Loads, rows, samples: the result of the step."""
         events: list[TransferEvent] = []
         errors: dict[int, str] = {}
+        failed_loads: dict[int, tuple[int, ...]] = {}
         lost: set[Cell] = set()
         index = {row.seq: i for i, row in enumerate(plan.rows)}
         if isinstance(self.connector, DecodeBenchScheduler) and plan.load_meta:
@@ -190,9 +191,11 @@ class World:
                     continue
                 event, missing = self.transport.load_now(load)
                 if event is not None:
-                    events.append(event)
                     lost |= missing
-                    errors[index[load.request.seq]] = "load failed"
+                    i = index[load.request.seq]
+                    failed = self._tell(plan, i, event, events)
+                    failed_loads |= failed
+                    errors |= dict.fromkeys((i, *failed), "load failed")
         for i in range(len(plan.rows)):
             if self.rng.random() < self.row_errors:
                 errors.setdefault(i, "not finite")
@@ -208,7 +211,26 @@ class World:
             self._sample(row, accepted[i]) if row.samples and i not in errors else () for i, row in enumerate(plan.rows)
         ]
         drafts = [self._draft(row) for row in plan.rows]
-        self.result = StepResult(plan.step, sampled, drafts, errors=errors or None, transfers=events)
+        self.result = StepResult(
+            plan.step, sampled, drafts, errors=errors or None, failed_loads=failed_loads or None, transfers=events
+        )
+
+    def _tell(
+        self, plan: StepPlan, i: int, event: TransferEvent, events: list[TransferEvent]
+    ) -> dict[int, tuple[int, ...]]:
+        """One of the ways to tell that the synchronous load of row ``i`` failed; returns the failed loads by row.
+
+        As the end of its transfer, with the row's error, both, or so that all rows which join are suspected.
+        """
+        how = self.rng.choice(("event", "row", "both", "all"))
+        if how in ("event", "both"):
+            events.append(event)
+        if how == "event":
+            return {}
+        if how != "all":
+            return {i: event.failed_blocks}
+        joined = {update.seq for update in plan.blocks if update.replace}
+        return dict.fromkeys([j for j, row in enumerate(plan.rows) if row.start and row.seq in joined], ())
 
     def _accepted(self, row: Row) -> int:
         """How many of the row's drafts are accepted; a placeholder never is."""

@@ -23,6 +23,7 @@ def _ways(plan: StepPlan, result: StepResult, K: int) -> Iterator[StepResult]:
     yield change(result, sampled=[*sampled, (1,)])
     yield change(result, errors={**errors, len(plan.rows): "no such row"})
     yield change(result, errors={**errors, -1: "no such row"})
+    yield change(result, failed_loads={len(plan.rows): ()})
     yield change(result, next_drafts=[*result.next_drafts, ()] if plan.rows else [()])
     if plan.rows:
         yield change(result, sampled=sampled[:-1])
@@ -43,6 +44,7 @@ def _ways(plan: StepPlan, result: StepResult, K: int) -> Iterator[StepResult]:
         yield with_tokens((-1,))
         yield with_tokens((*row.drafts, 1, 1))
         yield change(result, errors={**errors, i: "beside its tokens"})
+        yield change(result, failed_loads={i: ()})
         if row.drafts:
             yield with_tokens((row.drafts[0] + 1, 1))
             if -1 in row.drafts:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from paceline import SamplingParams
+from paceline.execution.kvcache import KVCache
 from paceline.execution.runner import ModelExecutor
 from paceline.runtime.llm import LLM
 
@@ -198,6 +200,36 @@ def test_an_interrupted_call_leaves_a_usable_engine(make_llm: MakeLLM, monkeypat
     monkeypatch.setattr(ModelExecutor, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPT] * 2, greedy())
+    assert llm.generate(PROMPT, greedy())[0].outputs[0].text == " The user is here. Bye"
+
+
+@pytest.mark.parametrize("speculation", [None, NGRAM])
+def test_the_cache_of_an_interrupted_call_is_gone_before_the_next_is_made(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any] | None
+) -> None:
+    """It may take all memory there is. The interrupt comes amid a layer, out of another error."""
+    llm = make_llm(PIECES, speculative_config=speculation)
+    alive: list[weakref.ref[KVCache]] = []
+    created, make, write = [], KVCache.__init__, KVCache.write
+
+    def counted(self: KVCache, *args: Any) -> None:
+        created.append(sum(cache() is not None for cache in alive))
+        make(self, *args)
+
+    def interrupted(self: KVCache, *args: Any) -> None:
+        write(self, *args)
+        alive.append(weakref.ref(self))
+        if len(alive) == 3:
+            try:
+                raise ValueError
+            except ValueError:
+                raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(KVCache, "__init__", counted)
+    monkeypatch.setattr(KVCache, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT] * 2, greedy())
+    assert created == [0]
     assert llm.generate(PROMPT, greedy())[0].outputs[0].text == " The user is here. Bye"
 
 

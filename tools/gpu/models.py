@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,9 @@ from paceline.models.eagle3 import Eagle3, Eagle3Config
 from paceline.models.experts import ExpertExchange
 from paceline.models.llama import Llama
 from paceline.models.spec import ExpertConfig, LlamaConfig
+
+Weights = Callable[[str], Tensor]
+"""Gives the weight of a name."""
 
 TINY = LlamaConfig(
     vocab_size=256,
@@ -54,11 +57,13 @@ def random_model(
     exchange: ExpertExchange | None = None,
 ) -> Llama:
     """A model in plain torch, whose logits are far from flat."""
+    weights = random_weights(config, seed)
+    return Llama(config, dtype, lambda name: weights(name).to(device=device, dtype=dtype), exchange)
 
-    def get(name: str) -> Tensor:
-        return _weight(name, _shape(config, name), seed).to(device=device, dtype=dtype)
 
-    return Llama(config, dtype, get, exchange)
+def random_weights(config: LlamaConfig, seed: int = 0) -> Weights:
+    """The weights of such a model, in float32, by Hugging Face's names."""
+    return lambda name: _weight(name, _shape(config, name), seed)
 
 
 def random_head(target: Llama, *, taps: Sequence[int] | None = None, seed: int = 0) -> Eagle3:

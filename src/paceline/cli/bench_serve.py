@@ -136,9 +136,8 @@ def serve(  # size: most of it is the list of flags, each with its help
     _refuse_unused(dataset_name, given, sharegpt_output_len, custom_output_len)
     saving = {"--save-detailed": save_detailed, "--result-dir": result_dir, "--result-filename": result_filename,
               "--label": label, "--metadata": metadata}  # fmt: skip
-    for option, value in saving.items():
-        if value and not save_result:
-            raise CommandError(f"{option}: is about the result file; add --save-result")
+    if not save_result and (unused := [option for option, value in saving.items() if value]):
+        raise CommandError(f"{unused[0]}: is about the result file; add --save-result")
     try:
         from paceline.bench.client import ServerUnavailable
         from paceline.bench.options import CUSTOM_OUTPUT_LEN, BenchOptions
@@ -188,11 +187,7 @@ def serve(  # size: most of it is the list of flags, each with its help
         raise CommandError(str(error)) from error
     print(to_text(outcome.report), flush=True)
     if save_result:
-        folder = result_dir or Path()
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / (result_filename or outcome.file_name())
-        write_json(outcome.to_json(detailed=save_detailed), str(path))
-        stderr().print(f"wrote {path}", soft_wrap=True)
+        _save(outcome.to_json(detailed=save_detailed), result_dir or Path(), result_filename or outcome.file_name())
     if not outcome.report.summary.completed:
         sys.exit(1)
 
@@ -207,6 +202,12 @@ def _refuse_unused(
     for option, (owner, value) in options.items():
         if value is not None and owner != dataset:
             raise CommandError(f"{option}: is for --dataset-name {owner}, not {dataset}")
+
+
+def _save(result: dict[str, Any], folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(result, str(folder / name))
+    stderr().print(f"wrote {folder / name}", soft_wrap=True)
 
 
 def _random_lengths(given: dict[str, Any]) -> dict[str, Any]:

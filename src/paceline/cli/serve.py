@@ -158,13 +158,9 @@ def serve(  # size: most of it is the list of flags, each with its help
         from paceline.server.serve import serve as run
     except ModuleNotFoundError as error:
         raise CommandError(f"serving needs {error.name}: pip install 'paceline[engine,serve]'") from error
-    for name, value, least in (
-        ("max-num-queued-reqs", max_num_queued_reqs, 0),
-        ("stream-interval", stream_interval, 1),
-        ("shutdown-timeout", shutdown_timeout, 0),
-    ):
-        if value is not None and value < least:
-            raise CommandError(f"--{name}: must be at least {least}, got {value}")
+    _require_at_least(0, "max-num-queued-reqs", max_num_queued_reqs)
+    _require_at_least(1, "stream-interval", stream_interval)
+    _require_at_least(0, "shutdown-timeout", shutdown_timeout)
     if tensor_parallel_size != 1:
         raise CommandError(f"--tensor-parallel-size: only 1 is supported, got {tensor_parallel_size}")
     ranks, data_parallel = (
@@ -184,11 +180,7 @@ def serve(  # size: most of it is the list of flags, each with its help
         .with_environment(os.environ)
         .placement()
     )
-    # Inherited by the engine process. In float32 one thread computes between two products of all threads, and the front
-    # needs a core as well: threads that wait by spinning, as OpenMP's do, would take it from both. A spin of some ten
-    # microseconds bridges the gaps within a step, for which waking a thread takes longer (GCC's OpenMP, torch's).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    _let_threads_sleep()
     options = ServeOptions(
         engine={
             "model": str(Path(model).resolve()) if Path(model).exists() else model,
@@ -227,6 +219,22 @@ def serve(  # size: most of it is the list of flags, each with its help
         raise CommandError(str(error)) from error
     if status:
         sys.exit(status)
+
+
+def _require_at_least(least: int, name: str, value: float | None) -> None:
+    if value is not None and value < least:
+        raise CommandError(f"--{name}: must be at least {least}, got {value}")
+
+
+def _let_threads_sleep() -> None:
+    """How the threads of the engine processes, which inherit it, wait for each other.
+
+    In float32 one thread computes between two products of all threads, and the front needs a core as well: threads that
+    wait by spinning, as OpenMP's do, would take it from both. A spin of some ten microseconds bridges the gaps within a
+    step, for which waking a thread takes longer (GCC's OpenMP, torch's).
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 
 def _say(text: str) -> None:

@@ -38,7 +38,8 @@ def validate_result(plan: StepPlan, result: StepResult, num_speculative_tokens: 
     Raises:
         InvalidResult: wrong step or row count; a sampling row without a token or with more than its drafts allow;
             accepted tokens that are not the drafts (a placeholder never is); tokens for a row that does not sample; too
-            many or negative next drafts; log-probabilities that are not those of the sampled tokens.
+            many or negative next drafts; log-probabilities that are not those of the sampled tokens; a failed load of
+            a row without an error.
     """
     rows, sampled, errors = plan.rows, result.sampled, result.errors
     count = len(rows)
@@ -50,6 +51,8 @@ def validate_result(plan: StepPlan, result: StepResult, num_speculative_tokens: 
         raise InvalidResult(f"{len(result.next_drafts)} next drafts for {count} rows")
     if errors and not all(0 <= i < count for i in errors):
         raise InvalidResult(f"errors for rows {sorted(errors)} of {count}")
+    if result.failed_loads and not result.failed_loads.keys() <= (errors or {}).keys():
+        raise InvalidResult(f"failed loads of rows {sorted(result.failed_loads)}, errors of {sorted(errors or {})}")
     if result.logprobs is not None:
         _validate_logprobs(sampled, result.logprobs)
     if result.transfers:
@@ -205,24 +208,33 @@ def _commit_with_stop(
 def commit_errors(s: Scheduler, p: Pass, result: StepResult, outputs: list[StepOutput]) -> list[TransferEvent]:
     """End the requests whose rows failed; whoever read KV that such a row should have written starts over.
 
-    Called before the rows are committed. A failed synchronous load under policy ``recompute`` does not end its
-    request: it computes from the first bad block. Returns the transfer events that are left to apply.
+    Called before the rows are committed. A failed synchronous load, told with the row's error or as the end of the
+    transfer, does not end its request under policy ``recompute``: it computes from the first bad block. Nor does it
+    ever end one for which nothing was to be loaded: suspected of a load whose blocks nobody knows, it merely runs
+    again. Returns the transfer events that are left to apply.
     """
-    failures = {(e.seq, e.generation): e for e in result.transfers if e.kind == "loaded" and e.error is not None}
+    reported = {(e.seq, e.generation): e for e in result.transfers if e.kind == "loaded" and e.error is not None}
+    found = result.failed_loads or {}
     answered: set[int] = set()
     for i, message in sorted((result.errors or {}).items()):
-        request = p.requests[i]
-        event = failures.get((request.seq, request.generation))
+        request, row = p.requests[i], p.rows[i]
+        event, told = reported.get((request.seq, request.generation)), found.get(i)
         if event is not None:
             answered.add(id(event))
         if request.state is not State.RUNNING:
             continue
-        if event is not None and s.load_failure_policy == "recompute":
-            bad = _rewind(s, request, event)
+        lost = [] if event is None else [event.failed_blocks]
+        lost += [] if told is None else [told]
+        first = min((first_bad_block(s, request, blocks) for blocks in lost), default=row.start // s.kv.block_size)
+        loaded = any(lost) or event is not None or row.start > request.local_tokens
+        if lost and loaded:
+            s.stats.load_failures += 1
+            request.ask = False
+        if lost and (s.load_failure_policy == "recompute" or not loaded):
+            bad = _rewind(s, request, first)
         else:
             s.depart(d.UNSAMPLED_ERROR)
-            s.stats.load_failures += event is not None
-            bad = s.kv.unhash_from(request, _first_unwritten(s, p, request, p.rows[i]))
+            bad = s.kv.unhash_from(request, min(first, _first_unwritten(s, p, request, row)))
             s.running.remove(request)
             s.finish(request, FinishReason.ERROR, outputs, error=message)
         _spread(s, set(bad), request)
@@ -235,11 +247,8 @@ def _first_unwritten(s: Scheduler, p: Pass, request: Request, row: Row) -> int:
     return min(request.hashed if before is None else before, row.start // s.kv.block_size)
 
 
-def _rewind(s: Scheduler, request: Request, event: TransferEvent) -> list[int]:
-    """Computed falls to the first bad block; the request goes on as a prefill. Returns blocks not to be trusted."""
-    s.stats.load_failures += 1
-    request.ask = False
-    first = first_bad_block(s, request, event)
+def _rewind(s: Scheduler, request: Request, first: int) -> list[int]:
+    """Computed falls to block ``first``; the request goes on as a prefill. Returns blocks not to be trusted."""
     blocks = s.kv.unhash_from(request, first)
     if not s.kv.can_rewind:
         s.send_back(request)

@@ -113,8 +113,9 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
 
     ``sampled[i]``: the accepted drafts of row i followed by one token of the model; empty iff the row does not
     sample or carries an error. ``next_drafts[i]``: at most K proposals. ``logprobs``: None where nobody
-    asked, else one entry per row, aligned with ``sampled[i]`` or None. ``errors``: row index to message. Durations are
-    in seconds.
+    asked, else one entry per row, aligned with ``sampled[i]`` or None. ``errors``: row index to message.
+    ``failed_loads``: the rows among them whose KV could not be loaded, with the blocks that hold no valid KV (empty:
+    nobody knows, so none that was to be loaded for this row is to be trusted). Durations are in seconds.
 
     The commit may drop tokens (behind a stop, or of a row that read bad KV), so an executor forgets whatever it
     sampled beyond the start of a sequence's next row.
@@ -125,6 +126,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     next_drafts: Sequence[tuple[int, ...]] = ()
     logprobs: Sequence[tuple[TokenLogprobs, ...] | None] | None = None
     errors: Mapping[int, str] | None = None
+    failed_loads: Mapping[int, tuple[int, ...]] | None = None
     transfers: Sequence[TransferEvent] = ()
     load_s: float = 0.0
     forward_s: float = 0.0

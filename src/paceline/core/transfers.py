@@ -7,6 +7,7 @@ request, if it still lives, else this module, once. Past its deadline: nobody, u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -120,14 +121,13 @@ def _fail_load(s: Scheduler, request: Request, event: TransferEvent, outputs: li
         s.finish(request, FinishReason.ERROR, outputs, error=f"KV load failed: {event.error}")
         return
     request.ask = False
-    loading.arrived = min(loading.tokens, first_bad_block(s, request, event) * s.kv.block_size)
+    loading.arrived = min(loading.tokens, first_bad_block(s, request, event.failed_blocks) * s.kv.block_size)
 
 
-def first_bad_block(s: Scheduler, request: Request, event: TransferEvent) -> int:
-    """Index of the first block without valid KV; if none is named that it holds, the first beyond the local hit."""
-    local = request.local_tokens // s.kv.block_size
-    bad = [i for t in request.tables for i, b in enumerate(t) if b in event.failed_blocks]
-    return max(local, min(bad, default=local))
+def first_bad_block(s: Scheduler, request: Request, failed: Sequence[int]) -> int:
+    """Index of the first of the ``failed`` blocks; if it holds none of them, of the first beyond the local hit."""
+    bad = (i for t in request.tables for i, b in enumerate(t) if b in failed)
+    return min(bad, default=request.local_tokens // s.kv.block_size)
 
 
 def end_load(s: Scheduler, request: Request) -> bool:

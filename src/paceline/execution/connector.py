@@ -22,13 +22,13 @@ class ConnectorSteps:
 
         begin     preempted blocks may be overwritten from here on; loads of the step start
         attend    before a layer attends, its loads have arrived; after it, what it wrote may be stored
-        failures  blocks that a load left without valid KV are errors of the rows that read them
+        failures  rows whose load failed are errors, with the blocks that it left without valid KV
         finished  stores of the step are complete; transfers that have ended
 
     A load that fails, whether the connector tells or raises, is an error of its rows once the step has run to its end:
-    other ranks count on its collectives from the vote on. An exception does not say whose load it was: that of the rows
-    whose blocks are told beside it, or else of all that join in this step with tokens that they need not compute. Where
-    there are none it ends the process, as any other does.
+    other ranks count on its collectives from the vote on. Whether it ends a request is the scheduler's affair. An
+    exception does not say whose load it was: that of the rows whose blocks are told beside it, or else of all that join
+    in this step with tokens that they need not compute. Where there are none it ends the process, as any other does.
     """
 
     def __init__(self, connector: WorkerConnector, groups: Sequence[Sequence[Tensor]], block_size: int) -> None:
@@ -92,22 +92,26 @@ class ConnectorSteps:
         for layer, cache in enumerate(self._layers):
             self._connector.save_kv_layer(layer, cache)
 
-    def failures(self, rows: Sequence[Row], states: Sequence[SequenceState]) -> dict[int, str]:
-        """Rows that read a block without valid KV, by index, and what to tell people."""
+    def failures(
+        self, rows: Sequence[Row], states: Sequence[SequenceState]
+    ) -> tuple[dict[int, str], dict[int, tuple[int, ...]]]:
+        """Rows that read KV that was not loaded, by index: what to tell people, and which blocks (see `StepResult`)."""
         bad = self._connector.get_block_ids_with_load_errors()
         raised, self._raised = self._raised, None
         if not bad and raised is None:
-            return {}
+            return {}, {}
         why = "" if raised is None else f": {type(raised).__name__}: {raised}"
-        errors = {}
+        lost: dict[int, tuple[int, ...]] = {}
         for i, (row, state) in enumerate(zip(rows, states, strict=True)):
             read = state.table[: -(-(row.start + row.n) // self._block_size)].tolist()
-            if lost := sorted(bad.intersection(read)):
-                errors[i] = f"the KV of blocks {', '.join(map(str, lost))} could not be loaded{why}"
-        if raised is not None and not errors:
-            joined = [i for i, row in enumerate(rows) if row.seq in self._joined]
-            errors = dict.fromkeys(joined, f"the KV of this request could not be loaded{why}")
-        return errors
+            if blocks := bad.intersection(read):
+                lost[i] = tuple(sorted(blocks))
+        if lost:
+            what = {i: f"blocks {', '.join(map(str, blocks))}" for i, blocks in lost.items()}
+        else:
+            lost = {i: () for i, row in enumerate(rows) if row.seq in self._joined} if raised is not None else {}
+            what = dict.fromkeys(lost, "this request")
+        return {i: f"the KV of {of} could not be loaded{why}" for i, of in what.items()}, lost
 
     def finished(self) -> Sequence[TransferEvent]:
         """Wait for the step's stores; the transfers that have ended since the last call."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -91,6 +92,12 @@ class KVCache:
         """Keys and values [batch, tokens, head_dim] of gathered blocks, ``batch`` = rows * kv_heads."""
         kv = self._pieces[layer].index_select(0, index).view(2, batch, -1, self.head_dim)
         return kv[0], kv[1]
+
+    def heal(self, blocks: Sequence[int]) -> None:
+        """Zero whatever is not finite in ``blocks``, in all layers."""
+        index = placed(np.array(blocks, dtype=np.int64), self.device)
+        for layer in self.layers:
+            layer.index_copy_(0, index, torch.nan_to_num(layer[index], 0.0, 0.0, 0.0))
 
     def clear(self, index: tuple[Tensor, Tensor]) -> None:
         """Zero the slots of ``index`` in all layers."""

@@ -75,10 +75,10 @@ class ModelExecutor:
         self._synthetic = conditional_rates(config.speculation) if synthetic else None
         taps = () if self._drafter is None else self._drafter.taps
         self._full = _full(config, model, self.cache, taps, self._synthetic, record)
+        self._caches = [self.cache, *(self._drafter.caches if self._drafter is not None else ())]
         self._connector: ConnectorSteps | None = None
         if connector is not None:
-            caches = [self.cache, *(self._drafter.caches if self._drafter is not None else ())]
-            layers = [layer for kept in caches for layer in kept.layers]
+            layers = [layer for kept in self._caches for layer in kept.layers]
             self._connector = ConnectorSteps(connector, [layers], cache.block_size)
         self._sequences: dict[int, SequenceState] = {}
         self._result: StepResult | None = None
@@ -108,8 +108,16 @@ class ModelExecutor:
         if result is None:
             raise PlanMismatch("no step was launched")
         if self._connector is not None and (ended := self._connector.finished()):
+            for event in ended:
+                if event.failed_blocks:
+                    self._heal(event.failed_blocks)
             result = msgspec.structs.replace(result, transfers=ended)
         return result
+
+    def shutdown(self) -> None:
+        """Release what a connector holds. Nothing is launched any more."""
+        if self._connector is not None:
+            self._connector.shutdown()
 
     def _apply(self, plan: StepPlan) -> None:
         for new in plan.first:
@@ -141,9 +149,13 @@ class ModelExecutor:
         computed = self._forward(batch, agreement, taps)
         sampled: list[tuple[int, ...]] = [()] * len(plan.rows)
         errors = self._poisoned(batch, computed)
+        failed_loads: dict[int, tuple[int, ...]] = {}
         if self._connector is not None:
             # Only now: what went wrong here must not keep other ranks waiting in the forward.
-            errors |= self._connector.failures(plan.rows, states)
+            unloaded, failed_loads = self._connector.failures(plan.rows, states)
+            errors |= unloaded
+            for i, blocks in failed_loads.items():
+                self._heal(blocks or states[i].table.tolist())
         logprobs = self._choose(batch, computed, sampled, errors)
         forwarded = perf_counter()
         drafts: Sequence[tuple[int, ...]] = ()
@@ -155,6 +167,7 @@ class ModelExecutor:
             drafts,
             logprobs,
             errors=errors or None,
+            failed_loads=failed_loads or None,
             load_s=load_s,
             forward_s=forwarded - began,
             draft_s=perf_counter() - forwarded,
@@ -231,6 +244,11 @@ class ModelExecutor:
                 blocks = span.table[positions // self.cache.block_size]
                 self.cache.clear(self.cache.slot_index(blocks, positions % self.cache.block_size))
         return errors
+
+    def _heal(self, blocks: Sequence[int]) -> None:
+        """What a failed load left in ``blocks`` may be anything, and is read, and masked, before it is overwritten."""
+        for cache in self._caches:
+            cache.heal(blocks)
 
     def _choose(
         self, batch: Batch, computed: Computed, sampled: list[tuple[int, ...]], errors: dict[int, str]

@@ -153,6 +153,42 @@ def read_config(raw: dict[str, Any]) -> LlamaConfig:
     )
 
 
+def shape_fields(config: LlamaConfig) -> dict[str, Any]:
+    """What `read_config` reads a model's shape from, but for its family, its experts, and scaled rotations."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": config.max_position,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``, of a model with ``context`` tokens."""
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "chat_template": tokenizer.chat_template,
+        "model_max_length": context,
+    }
+    save_json({key: value for key, value in about.items() if value is not None}, folder / "tokenizer_config.json")
+
+
+def save_json(fields: dict[str, Any], path: Path) -> None:
+    """Write what `read_json` reads."""
+    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def _experts(raw: dict[str, Any], family: str) -> ExpertConfig | None:
     """The mixture of a model whose family has one; a Qwen model may keep a plain MLP in some layers."""
     if family != "mixtral" and not family.endswith("_moe"):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from paceline.models.eagle3 import default_taps
 from paceline.models.embedded import EMBEDDED, embedded_model_path
 from paceline.models.gguf import GGUFWeights
 from paceline.models.gguf_file import GGUFFile
-from paceline.models.huggingface import read_config, read_json
+from paceline.models.huggingface import read_config, read_json, save_json, shape_fields
 from paceline.models.spec import LlamaConfig, UnsupportedModel
 
 DRAFT_VOCABULARY = 32000
@@ -49,7 +49,7 @@ def write_random_eagle3(
     config = _config(target, vocabulary, experts, top_k)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_weights(config, torch.Generator().manual_seed(seed)), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_json(config, folder / "config.json")
     return config
 
 
@@ -79,20 +79,9 @@ def _config(target: LlamaConfig, draft_vocab_size: int, experts: int, top_k: int
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": target.hidden_size,
-        "intermediate_size": target.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": target.num_heads,
-        "num_key_value_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
-        "rms_norm_eps": target.rms_norm_eps,
-        "rope_theta": target.rope_theta,
-        "max_position_embeddings": target.max_position,
-        "vocab_size": target.vocab_size,
+        **shape_fields(replace(target, num_layers=1, tie_word_embeddings=False)),
         "draft_vocab_size": draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(_taps(target.num_layers)),
-        "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
     if experts:

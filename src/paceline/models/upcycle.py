@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.models.experts import gated_mlp
+from paceline.models.huggingface import save_json, save_tokenizer, shape_fields
 from paceline.models.llama import Llama, LlamaLayer, project
 from paceline.models.spec import LlamaConfig, LoadedModel, RopeScaling, UnsupportedModel
 from paceline.models.upcycle_text import TEXTS
@@ -184,27 +185,16 @@ def config_json(
     """``config.json`` of the mixture."""
     tokenizer = loaded.tokenizer
     bos = None if tokenizer.bos_token is None else tokenizer.backend.token_to_id(tokenizer.bos_token)
+    ids = {"bos_token_id": bos, "eos_token_id": _one_or_all(loaded.eos_token_ids)}
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
+        **shape_fields(config),
         "rope_parameters": {"rope_theta": config.rope_theta, **_rope(config.rope_scaling)},
-        "max_position_embeddings": config.max_position,
         "sliding_window": None,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "num_local_experts": experts,
         "num_experts_per_tok": top_k,
-        "bos_token_id": bos,
-        "eos_token_id": _one_or_all(loaded.eos_token_ids),
+        **{key: value for key, value in ids.items() if value is not None},
         "dtype": str(dtype).removeprefix("torch."),
     }
 
@@ -229,19 +219,10 @@ def _one_or_all(ids: tuple[int, ...]) -> int | list[int] | None:
 
 def _write_about(folder: Path, loaded: LoadedModel, described: dict[str, Any]) -> None:
     """Everything but the weights."""
-    tokenizer = loaded.tokenizer
-    tokenizer.backend.save(str(folder / "tokenizer.json"))
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.bos_token,
-        "eos_token": tokenizer.eos_token,
-        "chat_template": tokenizer.chat_template,
-        "model_max_length": described["max_position_embeddings"],
-    }
-    generation = {key: described[key] for key in ("bos_token_id", "eos_token_id")}
-    for name, content in (("config", described), ("tokenizer_config", about), ("generation_config", generation)):
-        kept = {key: value for key, value in content.items() if value is not None or key == "sliding_window"}
-        (folder / f"{name}.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    save_tokenizer(loaded.tokenizer, folder, loaded.model.config.max_position)
+    save_json(described, folder / "config.json")
+    generation = {key: value for key, value in described.items() if key in ("bos_token_id", "eos_token_id")}
+    save_json(generation, folder / "generation_config.json")
 
 
 def _layer_weights(config: LlamaConfig, layer: LlamaLayer, index: int, router: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
+from collections.abc import Sequence
 
-from paceline.core.config import ConfigError
+import torch
 
 
 def backend_for(device: torch.device) -> str:
@@ -22,24 +21,17 @@ def gpu_name(device: torch.device) -> str:
     return f"{properties.name} {properties.uuid}"
 
 
-def check_gpus(store: Store, rank: int, size: int, gpu: str) -> None:
-    """Make sure that all ranks compute on CPUs, or each on a GPU of its own: NCCL takes no two on one.
+def gpu_conflict(gpus: Sequence[str]) -> str | None:
+    """What keeps ranks on ``gpus`` (see `gpu_name`, by rank) from forming a group; None: nothing.
 
-    ``store``: common to the ranks, which all call this. ``gpu``: see `gpu_name`.
-
-    Raises:
-        ConfigError: two ranks share a GPU, or some have none.
+    All compute on CPUs, or each on a GPU of its own: NCCL takes no two on one.
     """
-    store.set(f"gpu/{rank}", gpu)
-    told = [store.get(f"gpu/{other}").decode() for other in range(size)]
-    for other, name in enumerate(told):
-        if bool(name) != bool(told[0]):
-            raise ConfigError(
-                "device", f"ranks 0 and {other} differ: {told[0] or 'the CPU'} and {name or 'the CPU'}; use one for all"
+    for rank, name in enumerate(gpus):
+        if bool(name) != bool(gpus[0]):
+            return f"ranks 0 and {rank} differ: {gpus[0] or 'the CPU'} and {name or 'the CPU'}; use one for all"
+        if name and (first := gpus.index(name)) != rank:
+            return (
+                f"ranks {first} and {rank} are on one GPU ({name}), and NCCL takes one rank each; show each command"
+                " other GPUs (CUDA_VISIBLE_DEVICES), or run these ranks by one command"
             )
-        if name and (first := told.index(name)) != other:
-            raise ConfigError(
-                "device",
-                f"ranks {first} and {other} are on one GPU ({name}), and NCCL takes one rank each; show each command"
-                " other GPUs (CUDA_VISIBLE_DEVICES), or run these ranks by one command",
-            )
+    return None

@@ -20,7 +20,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from paceline.core.config import ConfigError, require, require_int, require_seconds
 from paceline.engine.line import JOIN_TIMEOUT_S, PeerLost, named
-from paceline.parallel.gpus import backend_for, check_gpus, gpu_name
+from paceline.parallel.gpus import backend_for, gpu_conflict, gpu_name
 from paceline.parallel.interface import interface_of
 from paceline.parallel.roll import SIGN_AFTER_S, first_line
 
@@ -71,14 +71,14 @@ class Meeting:
         self._store = _store(place)
         if self._store.add(f"came/{place.rank}", 1) != 1:
             raise ConfigError("data_parallel_rank", f"rank {place.rank} came twice; each rank is run once")
-        self._wait_for_all("came", "come")
+        device = device or torch.device("cpu")
+        if (conflict := gpu_conflict(self._exchange("gpu", gpu_name(device), "come"))) is not None:
+            raise ConfigError("device", self._told(conflict))
         # Where all share a host, collectives need no network; elsewhere peers reach this one as they reach its inbox.
         shared = place.store.startswith("/") or place.store.rpartition(":")[0] in LOOPBACK_HOSTS
         if (interface := LOOPBACK if shared else interface_of(place.inbox)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        device = device or torch.device("cpu")
         try:
-            check_gpus(PrefixStore("gpus", self._store), place.rank, place.size, gpu_name(device))
             dist.init_process_group(
                 backend_for(device),
                 store=PrefixStore("group", self._store),
@@ -100,17 +100,12 @@ class Meeting:
             ConfigError: they differ; the message names what, and where.
             PeerLost: a rank did not come.
         """
-        mine = json.loads(json.dumps(facts))
-        place = self.place
-        with self._open():
-            self._store.set(f"facts/{place.rank}", json.dumps({"facts": mine, "inbox": place.inbox}))
-            self._wait_for_all("facts", "load")
-            told = [json.loads(self._store.get(f"facts/{rank}")) for rank in range(place.size)]
+        told = self._exchange("facts", {"facts": facts, "inbox": self.place.inbox}, "load")
         for rank, other in enumerate(told):
             for name, ours, theirs in differences(told[0]["facts"], other["facts"]):
                 reason = f"ranks 0 and {rank} differ in {name}: {ours!r} and {theirs!r}; they must be equal"
                 raise ConfigError("data_parallel", self._told(reason))
-        return [other["inbox"] for rank, other in enumerate(told) if rank != place.rank]
+        return [other["inbox"] for rank, other in enumerate(told) if rank != self.place.rank]
 
     def sign(self, what: str, number: int) -> None:
         """See `Roll`."""
@@ -136,6 +131,17 @@ class Meeting:
         late = [0] if thread.is_alive() else found[0] if found else []
         return f"; {named(late)} did not come: dead, frozen, or busy with something that does not end" if late else ""
 
+    def _exchange(self, key: str, mine: Any, what: str) -> list[Any]:
+        """Plain JSON data that each rank brings, in their order, once all have come to do ``what``.
+
+        Raises:
+            PeerLost: a rank did not.
+        """
+        with self._open():
+            self._store.set(f"{key}/{self.place.rank}", json.dumps(mine))
+            self._wait_for_all(key, what)
+            return [json.loads(self._store.get(f"{key}/{rank}")) for rank in range(self.place.size)]
+
     def _wait_for_all(self, key: str, what: str) -> None:
         """Until every rank has set ``key``/rank, which says that it did ``what``.
 
@@ -145,20 +151,19 @@ class Meeting:
         place = self.place
         keys = [f"{key}/{rank}" for rank in range(place.size)]
         ends = time.monotonic() + place.join_timeout_s
-        with self._open():
-            while not self._store.check(keys):
-                if self._store.check([FAILED]):
-                    raise PeerLost(self._store.get(FAILED).decode())
-                if time.monotonic() > ends:
-                    missing = [rank for rank, each in enumerate(keys) if not self._store.check([each])]
-                    if missing:
-                        raise PeerLost(
-                            self._told(
-                                f"{named(missing)} of {place.size} did not {what} within {place.join_timeout_s:g} s;"
-                                " each is run by one node (data_parallel_rank, data_parallel_start_rank)"
-                            )
+        while not self._store.check(keys):
+            if self._store.check([FAILED]):
+                raise PeerLost(self._store.get(FAILED).decode())
+            if time.monotonic() > ends:
+                missing = [rank for rank, each in enumerate(keys) if not self._store.check([each])]
+                if missing:
+                    raise PeerLost(
+                        self._told(
+                            f"{named(missing)} of {place.size} did not {what} within {place.join_timeout_s:g} s;"
+                            " each is run by one node (data_parallel_rank, data_parallel_start_rank)"
                         )
-                time.sleep(LOOK_S)
+                    )
+            time.sleep(LOOK_S)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:

@@ -58,11 +58,15 @@ class InStep:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """What a factory gives: a rank ready to run, what a front must know of its model, and its line, if it is in one."""
+    """What a factory gives: a rank ready to run, what a front must know of its model, and its line, if it is in one.
+
+    ``close``: called after the last step of a rank that was told to stop.
+    """
 
     rank: Rank
     model: ModelInfo
     line: InStep | None = None
+    close: Callable[[], None] | None = None
 
 
 Factory = Callable[[dict[str, Any]], BuiltEngine]
@@ -290,6 +294,8 @@ def _run(
         with collector_paused(), _beating(context, spec):
             own = spec["options"].get("data_parallel", {}).get("rank", 0)
             _loop(engine, rank, own, context, inbox, outbox).run()
+            if engine.close is not None:
+                engine.close()
     except PeerLost as error:
         return Dead(str(error), rank=rank, peer_lost=True)
     except Exception as error:

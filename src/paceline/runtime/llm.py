@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,14 +21,19 @@ from paceline.core.request import Request, SamplingParams, StoredTokens
 from paceline.core.scheduler import Scheduler
 from paceline.engine.rank import Rank
 from paceline.execution.runner import ModelExecutor
-from paceline.models.device import arithmetic_on, resolve_device
-from paceline.models.registry import load_model
-from paceline.models.spec import LoadedModel, resolve_dtype
+from paceline.models.spec import LoadedModel
 from paceline.models.tokenizer import Message
 from paceline.runtime.connecting import connector_halves
 from paceline.runtime.detokenizer import Detokenizer
 from paceline.runtime.gpu_memory import asked_utilization, cache_bytes
-from paceline.runtime.options import engine_config, graph_config, graph_options, load_draft, speculation_config
+from paceline.runtime.options import (
+    engine_config,
+    graph_config,
+    graph_options,
+    load_draft,
+    load_target,
+    speculation_config,
+)
 from paceline.runtime.outputs import CompletionOutput, EngineStats, RequestOutput, position_logprobs
 
 Prompt = str | Mapping[str, Any]
@@ -102,24 +108,10 @@ class LLM:
         speculation = speculation_config(speculative_config)
         asked_graphs = graph_options(compilation_config)
         self._transfer = read_transfer_config(kv_transfer_config)
-        if isinstance(model, LoadedModel):
-            loaded, where = model, model.model.device
-            require(device in ("auto", where.type), "device", f"the model was loaded on {where.type}, not {device}")
-        else:
-            where = resolve_device(device)
-            dtype, quantization = arithmetic_on(where, dtype, quantization)
-            loaded = load_model(model, dtype, quantization, device=where)
+        loaded, dtype, quantization = load_target(model, dtype, quantization, device)
         sizes = kv_cache_memory_bytes, num_gpu_blocks_override
-        utilization = asked_utilization(gpu_memory_utilization, where, sizes)
-        stored = loaded.model.dtype
-        require(resolve_dtype(dtype, stored) == stored, "dtype", f"the model was loaded as {stored}, not {dtype}")
-        self._draft = load_draft(speculation, loaded.model, dtype, quantization, device=where)
-        kept = loaded.model.quantization
-        require(
-            quantization is None or quantization == (kept or "none"),
-            "quantization",
-            f"the model was loaded with {kept or 'none'}, not {quantization}",
-        )
+        utilization = asked_utilization(gpu_memory_utilization, loaded.model.device, sizes)
+        self._draft = load_draft(speculation, loaded.model, dtype, quantization, device=loaded.model.device)
         if utilization is not None:
             limits = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
             limits |= {"max_num_batched_tokens": max_num_batched_tokens}
@@ -150,12 +142,28 @@ class LLM:
     def _start(self) -> None:
         """An engine without requests and with an empty cache."""
         beside_scheduler, beside_cache = connector_halves(self._transfer, self.config, self._seed)
-        executor = ModelExecutor(
+        self._executor = ModelExecutor(
             self.model.model, self.config, seed=self._seed, draft=self._draft, connector=beside_cache
         )
-        self._rank = Rank(Scheduler(self.config, beside_scheduler), executor)
+        self._rank = Rank(Scheduler(self.config, beside_scheduler), self._executor)
         self._forward_s = 0.0
         self._draft_s = 0.0
+
+    def _restart(self, error: BaseException) -> None:
+        """Begin anew: a step that ``error`` interrupted cannot be resumed.
+
+        The cache goes before the next is made, since there may be no memory for two. What holds it besides the executor
+        are the variables of the functions that the exception left.
+        """
+        try:
+            self._executor.shutdown()
+        finally:
+            del self._executor, self._rank
+            left: BaseException | None = error
+            while left is not None:
+                traceback.clear_frames(left.__traceback__)
+                left = left.__context__
+            self._start()
 
     def generate(
         self,
@@ -245,9 +253,8 @@ class LLM:
         try:
             with _progress(count, show_progress) as advance:
                 self._run(jobs, advance)
-        except BaseException:
-            # An interrupted step cannot be resumed: the next call begins with an empty engine.
-            self._start()
+        except BaseException as error:
+            self._restart(error)
             raise
         return [job.output() for job in jobs.values()]
 

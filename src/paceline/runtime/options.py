@@ -25,11 +25,12 @@ from paceline.core.config import (
 )
 from paceline.execution.drafter import DraftModel
 from paceline.execution.kvcache import KVCache
+from paceline.models.device import arithmetic_on, resolve_device
 from paceline.models.eagle3_checkpoint import load_eagle3
 from paceline.models.experts import ExpertExchange
 from paceline.models.llama import Llama
 from paceline.models.registry import load_model
-from paceline.models.spec import LlamaConfig
+from paceline.models.spec import LlamaConfig, LoadedModel, resolve_dtype
 from paceline.models.static import StaticMixture
 from paceline.parallel.exchange import GroupExchange
 
@@ -117,6 +118,26 @@ def default_graph_mode(model: Llama, speculation: SpeculationConfig) -> GraphMod
     if model.device.type != "cpu" or StaticMixture.supports(model):
         return "FULL_DECODE_ONLY"
     return "FULL_DECODE_ONLY" if isinstance(model.exchange, GroupExchange) and speculation.method != "ngram" else "NONE"
+
+
+def load_target(
+    model: str | Path | LoadedModel, dtype: str, quantization: str | None, device: str
+) -> tuple[LoadedModel, str, str | None]:
+    """The model, loaded by these options or found to have been, with the dtype and quantization for a draft model.
+
+    Raises:
+        ConfigError: an option that cannot be honoured here, or that differs from how the model was loaded.
+        UnsupportedModel: it cannot be found or run.
+    """
+    if not isinstance(model, LoadedModel):
+        where = resolve_device(device)
+        dtype, quantization = arithmetic_on(where, dtype, quantization)
+        return load_model(model, dtype, quantization, device=where), dtype, quantization
+    where, stored, kept = model.model.device, model.model.dtype, model.model.quantization or "none"
+    require(device in ("auto", where.type), "device", f"the model was loaded on {where.type}, not {device}")
+    require(resolve_dtype(dtype, stored) == stored, "dtype", f"the model was loaded as {stored}, not {dtype}")
+    require(quantization in (None, kept), "quantization", f"the model was loaded with {kept}, not {quantization}")
+    return model, dtype, quantization
 
 
 def load_draft(

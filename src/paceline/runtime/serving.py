@@ -93,7 +93,8 @@ def build_engine(options: dict[str, Any]) -> BuiltEngine:
     executor = ModelExecutor(loaded.model, config, seed=seed, draft=draft, connector=beside_cache)
     warm_up(config, executor, ranks=1 if line is None else line.size)
     executor.steps = StepCounts()
-    return BuiltEngine(Rank(Scheduler(config, beside_scheduler), executor), model_info(loaded, config), in_step)
+    rank = Rank(Scheduler(config, beside_scheduler), executor)
+    return BuiltEngine(rank, model_info(loaded, config), in_step, executor.shutdown)
 
 
 def _check_early(options: dict[str, Any]) -> None:
