@@ -36,7 +36,11 @@ def test_the_line_holds_after_and_not_before(
     shown = capfd.readouterr().out
     assert "qlen_1_resumed" in shown
     assert "8/s resumed" in shown, "the chart"
-    [measured] = json.loads((tmp_path / "line.json").read_text())["rates"]
+    result = json.loads((tmp_path / "line.json").read_text())
+    [measured] = result["rates"]
+    lengths = [measured[side]["acceptance_length"] for side in ("before", "after")]
+    assert min(lengths) <= result["acceptance_length"] <= max(lengths)
+    assert f"{result['acceptance_length']:.3f} tokens a verification; the rates given come to 2.528" in shown
     before, after = measured["before"], measured["after"]
     for side in (before, after):
         assert (side["completed"], side["failed"]) == (PROMPTS, 0)

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from paceline.core.config import ConfigError
+from paceline.parallel import rendezvous
 from paceline.parallel.gpus import backend_for, gpu_conflict, gpu_name
 from paceline.parallel.rendezvous import Meeting, Place
+from tests.server.harness import wait_until
 
 
 def test_ranks_on_gpus_of_their_own_and_on_cpus_may_go_on() -> None:
@@ -24,8 +27,31 @@ def test_cpus_and_gpus_do_not_mix() -> None:
     assert gpu_conflict(["", "A"]) == "ranks 0 and 1 differ: the CPU and A; use one for all"
 
 
-def test_two_ranks_on_one_gpu_are_refused_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.parallel.rendezvous.gpu_name", lambda device: "AB"[device.index % 2])
+class LateLook:
+    """The store of a rank whose look for the others is overtaken by what they then say."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._looked = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        if len(keys) > 1 and not self._looked:
+            self._looked = True
+            wait_until(lambda: self._store.check([rendezvous.FAILED]), "the others to fail")
+            return False
+        return bool(self._store.check(keys))
+
+
+@pytest.mark.parametrize("late", [None, 1])
+def test_two_ranks_on_one_gpu_are_refused_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int | None
+) -> None:
+    made = rendezvous._store
+    monkeypatch.setattr(rendezvous, "gpu_name", lambda device: "AB"[device.index % 2])
+    monkeypatch.setattr(rendezvous, "_store", lambda at: LateLook(made(at)) if at.rank == late else made(at))
 
     def refused(rank: int) -> str:
         place = Place(size=3, rank=rank, store=str(tmp_path / "store"), inbox="ipc://x", timeout_s=30)

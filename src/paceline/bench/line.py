@@ -96,6 +96,11 @@ class LineOptions:
         each = -(-(self.max_model_len + 2 * self.width) // self.block_size)
         return 1 + self.max_num_seqs * each
 
+    @property
+    def acceptance_length(self) -> float:
+        """What the rates come to: tokens per verification."""
+        return 1 + sum(self.acceptance)
+
     def speculation(self, pad_resumed: str) -> dict[str, Any]:
         """Speculative decoding, under vLLM's keys."""
         return {
@@ -259,9 +264,19 @@ class LineResult:
     profile: Profile | None = None
 
     @property
+    def measured(self) -> list[Measured]:
+        """Both sides at all rates."""
+        return [*self.before.values(), *self.after.values()]
+
+    @property
     def failures(self) -> Counter[str]:
         """Requests that failed in the whole experiment, by reason."""
-        return sum((one.failures for side in (self.before, self.after) for one in side.values()), Counter())
+        return sum((one.failures for one in self.measured), Counter())
+
+    @property
+    def acceptance_length(self) -> float:
+        """Of the whole experiment: of a single load it scatters by a twentieth or so around what was given."""
+        return sum((one.counts for one in self.measured), Counts()).acceptance_length
 
 
 def measure_line(options: LineOptions, stage: Stage, *, profile: bool = True) -> LineResult:

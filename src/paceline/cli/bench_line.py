@@ -108,7 +108,7 @@ def _report(result: LineResult, simulated: Simulated | None, json: str | None) -
     from paceline.bench.line import rates_json
 
     if json is not None:
-        data: dict[str, object] = {"rates": rates_json(result)}
+        data: dict[str, object] = {"rates": rates_json(result), "acceptance_length": result.acceptance_length}
         if result.profile is not None and simulated is not None:
             data["profile"] = {"full_itl_ms": result.profile.full, "eager_itl_ms": result.profile.eager}
             data["simulated"] = simulated.to_json()
@@ -159,6 +159,10 @@ def _show(result: LineResult, simulated: Simulated | None) -> None:
         ):
             table.add_row(f"{rate:g}", name, *_cells(measured, runs[rate] if runs else None))
     console.print(table)
+    console.print(
+        f"Accepted in all: {result.acceptance_length:.3f} tokens a verification; the rates given come to"
+        f" {result.options.acceptance_length:.3f}."
+    )
     if simulated is not None:
         cost = simulated.cost
         console.print(

@@ -152,7 +152,8 @@ class Meeting:
         keys = [f"{key}/{rank}" for rank in range(place.size)]
         ends = time.monotonic() + place.join_timeout_s
         while not self._store.check(keys):
-            if self._store.check([FAILED]):
+            # Who has seen all come, and found them at odds, may have said so since the look above; so will this rank.
+            if self._store.check([FAILED]) and not self._store.check(keys):
                 raise PeerLost(self._store.get(FAILED).decode())
             if time.monotonic() > ends:
                 missing = [rank for rank, each in enumerate(keys) if not self._store.check([each])]
