@@ -10,7 +10,7 @@ import tempfile
 from paceline.bench.served import PACELINE, exit_on_sigterm
 from paceline.cli.output import CommandError, stdout
 
-BENCH = ("--request-rates", "2", "--num-prompts", "40")
+BENCH = ("--request-rates", "2", "--num-prompts", "100")
 
 
 def show_line() -> None:
