@@ -226,3 +226,12 @@ class Engine:
                 assert output.error is None
                 self.outputs[output.request_id] += output.token_ids
         return [self.outputs[name] for name in names]
+
+    def begin_beside_a_failure(self, prompt: list[int], poison: int) -> None:
+        """The first step of a request, "good", in which another's row fails at the token ``poison``."""
+        chosen = SamplingParams(temperature=0.0, max_tokens=20)
+        self.rank.add(Request("bad", StoredTokens([1, poison, 2]), chosen))
+        self.rank.add(Request("good", StoredTokens(prompt), chosen))
+        outputs = self.rank.step(0.0)
+        assert [output.finish_reason for output in outputs] == ["error", None]
+        self.outputs["good"] = list(outputs[1].token_ids)

@@ -106,11 +106,7 @@ def test_a_failed_row_leaves_the_others_their_drafts(
     embedding[poison] = float("nan")
     monkeypatch.setattr(target, "embedding", embedding)
     engine = Engine(target, head)
-    engine.rank.add(Request("bad", StoredTokens([1, poison, 2]), SamplingParams(temperature=0.0)))
-    engine.rank.add(Request("good", StoredTokens(PROMPTS[1]), SamplingParams(temperature=0.0, max_tokens=20)))
-    outputs = engine.rank.step(0.0)
-    assert [output.finish_reason for output in outputs] == ["error", None]
-    engine.outputs["good"] = list(outputs[1].token_ids)
+    engine.begin_beside_a_failure(PROMPTS[1], poison)
     assert engine.complete(PROMPTS[:2]) == expected
     assert engine.outputs["good"] == expected[1]
     assert check_drafts(engine, reference) > 30
