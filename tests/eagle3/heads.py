@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from torch import Tensor
 from paceline.connectors.decode_bench.scheduler import DecodeBenchScheduler
 from paceline.connectors.decode_bench.worker import DecodeBenchWorker
 from paceline.core.config import CacheConfig, EngineConfig, GraphConfig, SchedulerConfig, SpeculationConfig
-from paceline.core.lockstep import Agreement
+from paceline.core.graphs import GraphDispatcher
+from paceline.core.lockstep import RUN, Agreement, agree
 from paceline.core.plan import StepPlan, StepResult
 from paceline.core.request import Request, SamplingParams, StoredTokens
 from paceline.core.scheduler import Scheduler
@@ -227,6 +229,11 @@ class Engine:
                 self.outputs[output.request_id] += output.token_ids
         return [self.outputs[name] for name in names]
 
+    def add(self, name: str, prompt: list[int], count: int) -> None:
+        """A request for at most ``count`` tokens."""
+        self.outputs[name] = []
+        self.rank.add(Request(name, StoredTokens(prompt), SamplingParams(temperature=0.0, max_tokens=count)))
+
     def begin_beside_a_failure(self, prompt: list[int], poison: int) -> None:
         """The first step of a request, "good", in which another's row fails at the token ``poison``."""
         chosen = SamplingParams(temperature=0.0, max_tokens=20)
@@ -235,3 +242,34 @@ class Engine:
         outputs = self.rank.step(0.0)
         assert [output.finish_reason for output in outputs] == ["error", None]
         self.outputs["good"] = list(outputs[1].token_ids)
+
+
+UNEVEN = (([PROMPTS[0], *SHARED], 40), ([PROMPTS[1], PROMPTS[2]], 15))
+"""Prompts of two ranks, and how many tokens each is asked for."""
+
+
+def run_uneven(engines: Sequence[Engine]) -> list[int]:
+    """Serve `UNEVEN` in step: one rank prefills while the other decodes, idles at the end, and wakes for its last
+    request. Returns the steps by mode."""
+    dispatcher = GraphDispatcher(engines[0].config)
+    waking, late = engines[1], UNEVEN[1][0][-1]
+    for engine, (prompts, count) in zip(engines, UNEVEN, strict=True):
+        for i, prompt in enumerate(prompts[:-1] if engine is waking else prompts):
+            engine.add(str(i), prompt, count)
+    modes = [0, 0]
+    with ThreadPoolExecutor(len(engines)) as pool:
+        for step in range(200):
+            if step == 28:
+                waking.add("late", late, UNEVEN[1][1])
+            for engine in engines:
+                engine.rank.begin(0.0)
+            agreement = agree([engine.rank.vote(step, 0) for engine in engines], dispatcher)
+            if agreement.run != RUN:
+                break
+            modes[agreement.mode] += 1
+            list(pool.map(lambda engine, a=agreement: engine.rank.launch(a), engines))
+            for engine in engines:
+                for output in engine.rank.finish(engine.rank.collect(), 0.0):
+                    assert output.error is None
+                    engine.outputs[output.request_id] += output.token_ids
+    return modes

@@ -4,22 +4,21 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.graphs import FULL, NONE, GraphDispatcher
-from paceline.core.lockstep import RUN, Agreement, agree
+from paceline.core.graphs import FULL, NONE
+from paceline.core.lockstep import RUN, Agreement
 from paceline.core.plan import PLACEHOLDER, BlockUpdate, NewSequence, Row, StepPlan
-from paceline.core.request import Request, SamplingParams, StoredTokens
+from paceline.core.request import SamplingParams, StoredTokens
 from paceline.models.eagle3 import Eagle3
 from paceline.models.eagle3_checkpoint import load_eagle3
 from paceline.models.experts import LocalExchange, Placement, Routed
 from paceline.models.llama import Llama
-from tests.eagle3.heads import PROMPTS, SHARED, Engine, K, Reference, save_head
+from tests.eagle3.heads import UNEVEN, Engine, K, Reference, run_uneven, save_head
 from tests.eagle3.test_drafter import check_drafts
 
 W = 1 + K
@@ -158,37 +157,10 @@ def test_ranks_that_share_the_experts_of_a_head_draft_as_one_alone(
     exchanges = [ThreadExchange(table, rank) for rank in range(2)]
     heads: list[Eagle3] = [load_eagle3(folder, target, parallel=e) for e in exchanges]
     engines = [Engine(target, head, graphs=graphs, max_num_batched_tokens=24) for head in heads]
-    dispatcher = GraphDispatcher(engines[0].config)
-    work = [[PROMPTS[0], *SHARED], [PROMPTS[1]]]
-    late, counts = PROMPTS[2], (40, 15)
-    for rank, prompts in enumerate(work):
-        for i, prompt in enumerate(prompts):
-            add(engines[rank], str(i), prompt, counts[rank])
-    modes = [0, 0]
-    with ThreadPoolExecutor(2) as pool:
-        for step in range(200):
-            if step == 28:
-                add(engines[1], "late", late, counts[1])
-            for engine in engines:
-                engine.rank.begin(0.0)
-            agreement = agree([engine.rank.vote(step, 0) for engine in engines], dispatcher)
-            if agreement.run != RUN:
-                break
-            modes[agreement.mode] += 1
-            list(pool.map(lambda engine, a=agreement: engine.rank.launch(a), engines))
-            for engine in engines:
-                for output in engine.rank.finish(engine.rank.collect(), 0.0):
-                    assert output.error is None
-                    engine.outputs[output.request_id] += output.token_ids
+    modes = run_uneven(engines)
     assert exchanges[0].terms == exchanges[1].terms
     assert len(exchanges[0].terms) == K * sum(modes)
     assert (modes[FULL] > 20) == graphs
-    work[1].append(late)
-    for engine, prompts, count in zip(engines, work, counts, strict=True):
+    for engine, (prompts, count) in zip(engines, UNEVEN, strict=True):
         assert list(engine.outputs.values()) == Engine(target, None).complete(prompts, max_tokens=count)
         assert check_drafts(engine, reference) > 50
-
-
-def add(engine: Engine, name: str, prompt: list[int], count: int) -> None:
-    engine.outputs[name] = []
-    engine.rank.add(Request(name, StoredTokens(prompt), SamplingParams(temperature=0.0, max_tokens=count)))

@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.graphs import FULL, GraphDispatcher
-from paceline.core.lockstep import RUN, agree
-from paceline.core.request import Request, SamplingParams, StoredTokens
+from paceline.core.graphs import FULL
 from paceline.execution.attention import PagedAttention, RowSpan
 from paceline.execution.kvcache import KVCache
 from paceline.models.eagle3 import Eagle3
@@ -22,7 +20,7 @@ from paceline.models.eagle3_checkpoint import load_eagle3
 from paceline.models.fused import FusedLlama
 from paceline.models.registry import load_model
 from paceline.models.static_eagle3 import StaticEagle3
-from tests.eagle3.heads import PROMPTS, SHARED, VOCABULARY, Engine, K, save_head
+from tests.eagle3.heads import PROMPTS, SHARED, VOCABULARY, Engine, K, run_uneven, save_head
 
 W, BLOCK = 1 + K, 4
 ALL = [*PROMPTS, *SHARED, PROMPTS[0]]
@@ -125,24 +123,7 @@ def test_a_failed_row_leaves_the_others_their_drafts(
 def test_ranks_in_full_steps(target8: FusedLlama, head8: Eagle3, alone: Drafted) -> None:
     """Two uneven ranks in step: one prefills while the other decodes, idles at the end, and wakes for one more."""
     engines = [Engine(target8, head8, graphs=True, max_num_batched_tokens=24) for _ in range(2)]
-    dispatcher = GraphDispatcher(engines[0].config)
-    for rank, prompts in enumerate([[PROMPTS[0], *SHARED], [PROMPTS[1]]]):
-        for i, prompt in enumerate(prompts):
-            add(engines[rank], str(i), prompt, (40, 15)[rank])
-    modes = [0, 0]
-    for step in range(200):
-        if step == 28:
-            add(engines[1], "late", PROMPTS[2], 15)
-        for engine in engines:
-            engine.rank.begin(0.0)
-        agreement = agree([engine.rank.vote(step, 0) for engine in engines], dispatcher)
-        if agreement.run != RUN:
-            break
-        modes[agreement.mode] += 1
-        for engine in engines:
-            engine.rank.launch(agreement)
-            for output in engine.rank.finish(engine.rank.collect(), 0.0):
-                assert output.error is None
+    modes = run_uneven(engines)
     assert modes[FULL] > 20
     assert [compare(engine, alone) > 10 for engine in engines] == [True, True]
 
@@ -197,7 +178,3 @@ def test_close_to_the_head_operation_by_operation(
             equal += sum(a == b for pair in zip(ids, expected, strict=True) for a, b in zip(*pair, strict=True))
             count += K * len(lengths)
     assert equal >= 0.98 * count
-
-
-def add(engine: Engine, name: str, prompt: list[int], count: int) -> None:
-    engine.rank.add(Request(name, StoredTokens(prompt), SamplingParams(temperature=0.0, max_tokens=count)))

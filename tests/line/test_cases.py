@@ -226,16 +226,23 @@ def test_L9_three_requests_in_a_graph_for_four(lookup: Server, alone: Alone) -> 
     assert rank1["paceline:graph_padding_tokens_total"] == [full * SIZE], "dummies are nothing else"
 
 
+def disturbed(server: Server, control: Control, how: str, failing: int) -> dict[int, list[int]]:
+    """A prompt of each rank, whose KV it keeps: the next load on rank ``failing`` fails as ``how`` says, its peer's is
+    held until it is released."""
+    first = 100 + 10 * failing + len(how)
+    prompts = {failing: list(range(first, first + 30)), 1 - failing: list(range(first, first + 20))}
+    for rank, prompt in prompts.items():
+        complete(server, prompt, 2, rank)
+    control.say(prompts[failing], how)
+    control.say(prompts[1 - failing], "hold")
+    return prompts
+
+
 @pytest.mark.parametrize(("how", "failing"), [("raise", 0), ("raise", 1), ("lose", 1)])
 def test_L11_a_synchronous_load_that_fails_while_the_peer_decodes(
     loading: Server, control: Control, clients: ThreadPoolExecutor, alone: Alone, how: str, failing: int
 ) -> None:
-    first = 100 + 10 * failing + len(how)
-    prompts = {failing: list(range(first, first + 30)), 1 - failing: list(range(first, first + 20))}
-    for rank, prompt in prompts.items():
-        complete(loading, prompt, 2, rank)
-    control.say(prompts[failing], how)
-    control.say(prompts[1 - failing], "hold")
+    prompts = disturbed(loading, control, how, failing)
     errors, counts = ended(loading, "error", failing), Counts(loading)
     peer = clients.submit(complete, loading, prompts[1 - failing], 60, 1 - failing)
     control.wait_held(prompts[1 - failing])
@@ -261,12 +268,7 @@ def test_L11_a_synchronous_load_that_fails_while_the_peer_decodes(
 def test_L11_what_a_synchronous_load_did_not_bring_is_computed_if_that_is_the_policy(
     recomputing: Server, control: Control, clients: ThreadPoolExecutor, alone: Alone, how: str, failing: int
 ) -> None:
-    first = 100 + 10 * failing + len(how)
-    prompts = {failing: list(range(first, first + 30)), 1 - failing: list(range(first, first + 20))}
-    for rank, prompt in prompts.items():
-        complete(recomputing, prompt, 2, rank)
-    control.say(prompts[failing], how)
-    control.say(prompts[1 - failing], "hold")
+    prompts = disturbed(recomputing, control, how, failing)
     counts = Counts(recomputing)
     peer = clients.submit(complete, recomputing, prompts[1 - failing], 60, 1 - failing)
     control.wait_held(prompts[1 - failing])

@@ -21,6 +21,11 @@ class PeerLost(RuntimeError):
     """A collective did not complete: another rank has died, or has not come within the deadline."""
 
 
+def by_a_peer(error: BaseException) -> bool:
+    """Whether an exception of torch.distributed tells of a collective that failed, which is a peer's doing."""
+    return any(backend in str(error) for backend in ("gloo", "NCCL"))
+
+
 def named(ranks: Sequence[int]) -> str:
     """Ranks in words, at least one."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

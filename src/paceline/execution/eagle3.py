@@ -56,11 +56,33 @@ class Eagle3Drafter:
             if i not in step.failed:
                 end = len(state.tokens) - 1 if tokens else row.start + row.n
                 spans[i] = RowSpan(row.start, end - row.start, state.table)
-        own: dict[int, Tensor] = {}
         passes = passes_of(step.agreement, max(wanted, default=0) or bool(spans))
-        if self._static is not None:
-            self._draft(self._static, step, spans, wanted, drafts, passes)
-            passes = 0
+        if self._static is None:
+            self._run(step, spans, wanted, drafts, passes)
+        else:
+            self._run_compiled(self._static, step, spans, wanted, drafts, passes)
+        return [tuple(ids) for ids in drafts]
+
+    def idle(self, agreement: Agreement) -> None:
+        """See `Drafter.idle`."""
+        for done in range(agreement.draft_passes):
+            self._begin({}, agreement, done)
+
+    def _count(self, state: SequenceState) -> int:
+        first = len(state.tokens) - 2
+        return room(state, first, self.cache.block_size, self.width - 1, self.max_model_len)
+
+    def _run(
+        self,
+        step: Verified,
+        spans: Mapping[int, RowSpan],
+        wanted: Sequence[int],
+        drafts: Sequence[list[int]],
+        passes: int,
+    ) -> None:
+        """All passes, operation by operation; without rows, a share in their collectives."""
+        states = step.states
+        own: dict[int, Tensor] = {}
         for done in range(passes):
             if done:
                 spans = {i: RowSpan(len(states[i].tokens) - 2 + done, 1, states[i].table) for i in own}
@@ -75,18 +97,8 @@ class Eagle3Drafter:
             attention = PagedAttention(self.cache, batch.spans, self.model.config.num_heads)
             out = self.model.forward(ids, hidden, batch.positions, attention)
             own = self._choose(batch, out, wanted, drafts)
-        return [tuple(ids) for ids in drafts]
 
-    def idle(self, agreement: Agreement) -> None:
-        """See `Drafter.idle`."""
-        for done in range(agreement.draft_passes):
-            self._begin({}, agreement, done)
-
-    def _count(self, state: SequenceState) -> int:
-        first = len(state.tokens) - 2
-        return room(state, first, self.cache.block_size, self.width - 1, self.max_model_len)
-
-    def _draft(
+    def _run_compiled(
         self,
         static: StaticEagle3,
         step: Verified,
@@ -95,7 +107,7 @@ class Eagle3Drafter:
         drafts: Sequence[list[int]],
         passes: int,
     ) -> None:
-        """All passes by the compiled head, which shares no collectives: it has nothing to do without rows."""
+        """The same by the compiled head, which shares no collectives: it has nothing to do without rows."""
         if not spans or not passes:
             return
         indices = list(spans)

@@ -20,7 +20,8 @@ from paceline.models.codegen import INT8, PANEL, kernel
 from paceline.models.eagle3 import Eagle3, GatedMLP
 from paceline.models.kernels import FLAGS, Array, add_and_norm, encode, encode_rows, normalise
 from paceline.models.paged import PagedRows
-from paceline.models.products import gated, multiply
+from paceline.models.products import multiply
+from paceline.models.static_kernels import gate_row
 from paceline.models.static_weights import SharedLinear
 from paceline.models.team import each_row, shared_team
 
@@ -45,8 +46,7 @@ def _enter_row(t: Any, args: Any) -> None:
 @kernel(inline="always", fastmath=FLAGS)
 def _encode_gated_row(t: Any, args: Any) -> None:
     both, inner, row, words, groups, scale = args
-    for j in range(inner):
-        row[j] = gated(both[t, j], both[t, inner + j])
+    gate_row(both, t, inner, row)
     scale[t] = encode(INT8, row, inner, words, t * groups, groups)
 
 

@@ -230,7 +230,7 @@ def _multiply_each(
 
 
 @njit(inline="always", fastmath=FLAGS, error_model="numpy")
-def _gate_row(both: Any, t: Any, inner: Any, out: Any) -> None:
+def gate_row(both: Any, t: Any, inner: Any, out: Any) -> None:
     """silu(gate) * up of row ``t``, which stand side by side."""
     for j in range(inner):
         out[j] = gated(both[t, j], both[t, inner + j])
@@ -239,7 +239,7 @@ def _gate_row(both: Any, t: Any, inner: Any, out: Any) -> None:
 @kernel(inline="always", fastmath=FLAGS)
 def _gate_each(t: Any, args: Any) -> None:
     both, inner, out = args
-    _gate_row(both, t, inner, out[t])
+    gate_row(both, t, inner, out[t])
 
 
 @kernel(fastmath=FLAGS)
@@ -252,7 +252,7 @@ def gate_rows(counts: Array, phase: int, both: Array, inner: int, out: Array) ->
 def _encode_gated_row(t: Any, args: Any) -> None:
     inner, both, bounds, row, words, groups, scale = args
     if t < bounds[bounds.shape[0] - 1]:
-        _gate_row(both, t, inner, row)
+        gate_row(both, t, inner, row)
         scale[t] = encode(INT8, row, inner, words, t * groups, groups)
 
 
@@ -269,7 +269,7 @@ def _encode_gated(
     groups: int,
     scale: Array,
 ) -> None:
-    """Encode `_gate_row` of the rows that there are.
+    """Encode `gate_row` of the rows that there are.
 
     Units are counted for ``most`` rows: a helper of the team may come so late that ``bounds`` belongs to another job.
     """

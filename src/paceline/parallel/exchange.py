@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.core.graphs import FULL
-from paceline.engine.line import PeerLost
+from paceline.engine.line import PeerLost, by_a_peer
 from paceline.models.experts import ExpertExchange, Placement, Routed
 from paceline.parallel.board import map_shared
 from paceline.parallel.roll import Roll, first_line
@@ -114,7 +114,7 @@ class GroupExchange:
         try:
             yield
         except RuntimeError as error:
-            if not any(backend in str(error) for backend in ("gloo", "NCCL")):
+            if not by_a_peer(error):
                 raise
             reason = first_line(error)
             # A connection that ends before the deadline is that of a process that has died, of which others know more.

@@ -28,7 +28,7 @@ import zmq
 
 from paceline import __version__
 from paceline.engine.collector import collector_paused
-from paceline.engine.line import PeerLost, VoteExchange, WaitTimes
+from paceline.engine.line import PeerLost, VoteExchange, WaitTimes, by_a_peer
 from paceline.engine.messages import Beat, Dead, ModelInfo, Ready, encode
 from paceline.engine.rank import Rank
 from paceline.runtime.line import LineLoop
@@ -300,8 +300,8 @@ def _run(
         return Dead(str(error), rank=rank, peer_lost=True)
     except Exception as error:
         traceback.print_exc()
-        # Collectives inside the forward fail where a vote would: the peer is gone.
-        lost = engine.line is not None and any(name in str(error) for name in ("gloo", "NCCL"))
+        # A collective on a GPU may fail after the call that began it.
+        lost = engine.line is not None and by_a_peer(error)
         return Dead(f"the engine failed: {type(error).__name__}: {error}", rank=rank, peer_lost=lost)
     return None
 
